@@ -1,0 +1,236 @@
+"""matrix.toml: its models, and the one error message a broken file gets."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from packaging.version import InvalidVersion, Version
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from harness.errors import ConfigurationError
+
+SCHEMA = 1
+CONFIG_NAME = "matrix.toml"
+
+Device = Literal["cpu", "cuda"]
+DEVICES: tuple[str, ...] = get_args(Device)
+
+# What a cell id is made of. Punctuation stands alone and inside, which is what makes `cells.slug` injective.
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]+([._-][A-Za-z0-9]+)*$", max_length=64)]
+Identifier = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$", max_length=48)]
+OptionValue = bool | int | float | str
+Positive = Annotated[float, Field(gt=0)]
+
+
+def _relative(value: str) -> str:
+    path = Path(value)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError("must be a path inside the folder of matrix.toml")
+    return value
+
+
+def _version(value: str) -> str:
+    try:
+        Version(value)
+    except InvalidVersion as error:
+        raise ValueError(f"{value!r} is not a version (PEP 440)") from error
+    return value
+
+
+def _size(value: str) -> str:
+    parse_size(value)
+    return value
+
+
+RelativePath = Annotated[str, AfterValidator(_relative)]
+VersionText = Annotated[str, AfterValidator(_version)]
+Size = Annotated[str, AfterValidator(_size)]
+
+M = TypeVar("M", bound=BaseModel)
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `6g`, `512m`, `64k`, `1024`. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
+    if not match:
+        raise ValueError(f"{text!r} is not a size such as 512m or 6g")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSpec(_Model):
+    profile: Identifier = "quick"
+    device: Device = "cpu"
+    max_age_days: Positive = 7.0
+    infra_retries: Annotated[int, Field(ge=0, le=5)] = 1
+    timeout_multiplier: Positive = 1.0
+
+
+class ImagesSpec(_Model):
+    base: str = "debian:bookworm-slim"
+    index_url: str | None = None
+
+
+class TargetDeviceSpec(_Model):
+    """How a target is installed for one device; paths default to docker/<target>/."""
+
+    distribution: str
+    dockerfile: RelativePath | None = None
+    lock: RelativePath | None = None
+
+
+class TargetSpec(_Model):
+    vllm: VersionText
+    python: Annotated[str, StringConstraints(pattern=r"^3\.\d+$")]
+    verl: VersionText | None = None
+    devices: dict[Device, TargetDeviceSpec] = {}
+
+
+class DeviceSpec(_Model):
+    options: dict[Identifier, OptionValue] = {}
+    environment: dict[str, str] = {}
+
+
+class ScenarioSpec(_Model):
+    """`timeout` and `silence` in seconds, from the container's start and between two events of the checks' process."""
+
+    file: RelativePath | None = None
+    devices: tuple[Device, ...] = ("cpu", "cuda")
+    parameters: dict[Identifier, Annotated[tuple[Name, ...], Field(min_length=1)]] = {}
+    options: dict[Identifier, OptionValue] = {}
+    reference: Identifier | None = None
+    gpus: Annotated[int, Field(ge=0)] = 1
+    ranks: Annotated[int, Field(ge=1)] = 1
+    cpus: Positive = 2.0
+    memory: Size = "6g"
+    shm: Size = "1g"
+    timeout: Positive = 900.0
+    silence: Positive = 300.0
+
+
+class ProfileSpec(_Model):
+    select: Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class OverrideSpec(_Model):
+    """What cells matching `select` do otherwise; later overrides win."""
+
+    select: str
+    options: dict[Identifier, OptionValue] = {}
+    cpus: Positive | None = None
+    memory: Size | None = None
+    shm: Size | None = None
+    timeout: Positive | None = None
+    silence: Positive | None = None
+
+
+class MatrixSpec(_Model):
+    """The whole of matrix.toml."""
+
+    schema_version: Annotated[Literal[1], Field(alias="schema")]
+    suite: RelativePath = "scenarios"
+    results: RelativePath = "results"
+    expectations: RelativePath = "expectations.toml"
+    run: RunSpec = RunSpec()
+    images: ImagesSpec = ImagesSpec()
+    targets: Annotated[dict[Name, TargetSpec], Field(min_length=1)]
+    devices: dict[Device, DeviceSpec] = {}
+    scenarios: Annotated[dict[Identifier, ScenarioSpec], Field(min_length=1)]
+    profiles: dict[Identifier, ProfileSpec]
+    overrides: tuple[OverrideSpec, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_resolve(self) -> MatrixSpec:
+        if self.run.profile not in self.profiles:
+            raise ValueError(_unknown("run.profile", self.run.profile, self.profiles))
+        for name, scenario in self.scenarios.items():
+            _check_reference(name, scenario, self.scenarios)
+        return self
+
+
+def _check_reference(name: str, scenario: ScenarioSpec, scenarios: Mapping[str, ScenarioSpec]) -> None:
+    where = f"scenarios.{name}.reference"
+    if scenario.reference is None:
+        return
+    reference = scenarios.get(scenario.reference)
+    if reference is None:
+        raise ValueError(_unknown(where, scenario.reference, scenarios))
+    if reference.reference is not None:
+        raise ValueError(f"{where}: {scenario.reference} asks for a reference itself; a reference stands alone")
+    for parameter, values in reference.parameters.items():
+        missing = [v for v in scenario.parameters.get(parameter, ()) if v not in values]
+        if missing or parameter not in scenario.parameters:
+            raise ValueError(
+                f"{where}: {scenario.reference} has the parameter {parameter} = {list(values)}; "
+                f"{name} must have it too, with values among these"
+            )
+
+
+def _unknown(where: str, name: str, known: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"{where}: no such name {name!r}; {hint}"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigurationError that names the file and the line."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{path} does not exist") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is not UTF-8 (byte {error.start})", "Save it as UTF-8.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}", "Mend that line and run again.") from error
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def load_spec(path: Path) -> MatrixSpec:
+    """Read and validate matrix.toml. Raises ConfigurationError with one line a fault."""
+    return parse(MatrixSpec, read_toml(path), path)
+
+
+def parse(model: type[M], data: object, path: Path) -> M:
+    """Validate what was read from `path`. Raises ConfigurationError with one line a fault."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = [_line(model, dict(fault)) for fault in error.errors()]
+        text = f"{path} has {len(lines)} fault{'s' if len(lines) > 1 else ''}:"
+        raise ConfigurationError("\n  ".join([text, *lines])) from error
+
+
+def _line(model: type[BaseModel], fault: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in fault["loc"] if part != "[key]") or "(top)"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(fault["loc"][-1]), sorted(_all_keys(model)), n=1)
+        message = "unknown key" + (f"; did you mean {near[0]!r}?" if near else "")
+    return message if where == "(top)" else f"{where}: {message}"
+
+
+def _all_keys(model: type[BaseModel]) -> set[str]:
+    """Every field name in this model and the models below it: what a mistyped key may have meant."""
+    keys: set[str] = set()
+    for name, field in model.model_fields.items():
+        keys.add(field.alias or name)
+        for inner in _models_in(field.annotation):
+            keys |= _all_keys(inner)
+    return keys
+
+
+def _models_in(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in _models_in(arg)]
