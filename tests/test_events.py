@@ -1,0 +1,86 @@
+"""What a container may leave behind: read without trust."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import events as ev
+from tests.conftest import event_line
+
+GOOD = event_line("start", check="a")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"not json", "not JSON"),
+        (b"[1]", "dictionary"),
+        (b"{}", "discriminator"),
+        (event_line("hacked").rstrip(), "does not match any of the expected tags"),
+        (event_line("metric", name="m", value=float("nan"), unit="s").rstrip(), "finite"),
+        (event_line("start").rstrip(), "Field required"),
+        (GOOD.replace(b'"schema": 1', b'"schema": 2').rstrip(), "Input should be 1"),
+        (b"x" * (ev.MAX_LINE + 1), "longer than"),
+        (b"[" * 60_000, "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+    ],
+)
+def test_a_bad_line_is_a_fault_and_hides_no_other(line: bytes, said: str) -> None:
+    events, faults = ev.parse(GOOD + line + b"\n" + GOOD)
+    assert len(events) == 2
+    assert len(faults) == 1
+    assert faults[0].startswith("line 2: ")
+    assert said in faults[0]
+
+
+@given(st.binary(max_size=300))
+def test_garbage_never_raises(data: bytes) -> None:
+    ev.parse(data)
+
+
+@given(st.integers(0, len(GOOD) - 1))
+def test_a_last_line_without_its_end_is_dropped_without_a_fault(cut: int) -> None:
+    events, faults = ev.parse(GOOD + GOOD[:cut])
+    assert (len(events), faults) == (1, ())
+
+
+def test_control_characters_do_not_reach_a_terminal() -> None:
+    (event,), _ = ev.parse(event_line("start", check="\x1b[31mred\x07\nline"))
+    assert isinstance(event, ev.Start)
+    assert event.check == "\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}\nline"
+
+
+def test_links_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(GOOD)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "events.jsonl").symlink_to(secret)
+    os.mkfifo(out / "events.rank1.jsonl")
+    (out / "events.rank2.jsonl").mkdir()
+    (out / "DONE").symlink_to(secret)
+    events, faults = ev.read_events(out)
+    assert events == ()
+    assert [fault.split(":")[0] for fault in faults] == ["events.jsonl", "events.rank1.jsonl", "events.rank2.jsonl"]
+    assert ev.read_done(out) is None
+
+
+def test_a_huge_file_is_read_to_its_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ev, "MAX_FILE", 10 * len(GOOD))
+    (tmp_path / "events.jsonl").write_bytes(GOOD * 20)
+    events, faults = ev.read_events(tmp_path)
+    assert len(events) == 10
+    assert "larger than" in faults[0]
+
+
+def test_done(tmp_path: Path) -> None:
+    (tmp_path / "DONE").write_text(json.dumps({"schema": 1, "exit": 0, "checks": 3}))
+    assert ev.read_done(tmp_path) == ev.Done(schema=1, exit=0, checks=3)
+    (tmp_path / "DONE").write_text("{}")
+    assert ev.read_done(tmp_path) is None

@@ -1,0 +1,117 @@
+"""expectations.toml: refused where it could hide something, and the verdicts it leads to."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import ConfigurationError
+from harness.events import ErrorInfo
+from harness.expectations import Expectation, load_expectations, verdict
+from harness.plan import expand
+from harness.records import CheckRecord
+from harness.spec import MatrixSpec, load_spec
+from harness.status import Status, Verdict
+from tests.conftest import ROOT
+
+TODAY = date(2026, 11, 30)
+ENTRY = """schema = 1
+[[expect]]
+scenario = "multimodal_rollout*"
+check = "mixed_batch"
+when = { vllm = "<0.9", device = "cpu" }
+status = ["FAIL"]
+match = { type = "RuntimeError", message = "shape .* is invalid" }
+reason = "V0 cannot mix text and images in one batch"
+link = "https://example.invalid/1"
+"""
+
+
+def load(tmp_path: Path, spec: MatrixSpec, text: str) -> tuple[Expectation, ...]:
+    path = tmp_path / "expectations.toml"
+    path.write_text(text)
+    return load_expectations(path, expand(spec), TODAY)
+
+
+def test_the_committed_file_is_valid() -> None:
+    load_expectations(ROOT / "expectations.toml", expand(load_spec(ROOT / "matrix.toml")), TODAY)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('link = "https://example.invalid/1"', "", "needs a `link` or a date"),
+        ('link = "https://example.invalid/1"', "expires = 2026-11-29", "expired on 2026-11-29"),
+        ('match = { type = "RuntimeError", message = "shape .* is invalid" }', "", "needs a `match`"),
+        ('message = "shape .* is invalid"', 'message = "("', "not a regular expression"),
+        ("multimodal_rollout*", "multimodal_rolout*", "matches no cell"),
+        ('vllm = "<0.9"', 'vllm = "<0.7"', "matches no cell"),
+        ('vllm = "<0.9"', 'vllm = "0.9"', "not a PEP 440 specifier"),
+        ('vllm = "<0.9"', 'cuda = "<0.9"', "when.cuda: unknown"),
+        ('device = "cpu"', 'device = "tpu"', "neither cpu nor cuda"),
+        ("mixed_batch", "mixed_batch\ncolour = 1", "expectations.toml is not valid TOML"),
+        ('["FAIL"]', '["FAILED"]', "expect.0.status.0"),
+    ],
+)
+def test_an_entry_that_cannot_hold_is_refused(tmp_path: Path, spec: MatrixSpec, old: str, new: str, said: str) -> None:
+    assert old in ENTRY
+    with pytest.raises(ConfigurationError) as raised:
+        load(tmp_path, spec, ENTRY.replace(old, new))
+    assert said in str(raised.value)
+
+
+def test_no_file_is_no_expectation(tmp_path: Path, spec: MatrixSpec) -> None:
+    assert load_expectations(tmp_path / "none.toml", expand(spec), TODAY) == ()
+
+
+def check(status: Status, message: str = "shape '[1]' is invalid for input", kind: str = "RuntimeError") -> CheckRecord:
+    error = ErrorInfo(type=kind, message=message) if status is Status.FAIL else None
+    return CheckRecord(id="mixed_batch", status=status, error=error, reason="signal: SIGKILL" if not error else None)
+
+
+AXES = {"vllm": "0.8.5", "python": "3.11", "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("found", "axes", "said"),
+    [
+        (check(Status.FAIL), AXES, Verdict.EXPECTED),
+        (check(Status.FAIL, message="another fault"), AXES, Verdict.REGRESSION),
+        (check(Status.FAIL, kind="ValueError"), AXES, Verdict.REGRESSION),
+        (check(Status.CRASH), AXES, Verdict.REGRESSION),
+        (check(Status.PASS), AXES, Verdict.FIXED),
+        (check(Status.MISS), AXES, Verdict.UNKNOWN),
+        (check(Status.FAIL), {**AXES, "vllm": "0.10.0"}, Verdict.REGRESSION),
+        (check(Status.PASS), {**AXES, "vllm": "0.10.0"}, Verdict.OK),
+        (check(Status.NA), {**AXES, "vllm": "0.10.0"}, Verdict.EXPECTED),
+    ],
+)
+def test_verdicts(tmp_path: Path, spec: MatrixSpec, found: CheckRecord, axes: dict[str, str], said: Verdict) -> None:
+    expectations = load(tmp_path, spec, ENTRY)
+    assert verdict(found, "multimodal_rollout[model=qwen2_vl]", axes, expectations)[0] is said
+
+
+def entry(**fields: Any) -> Expectation:
+    base = {"scenario": "*", "check": "*", "reason": "for the sake of the test", "link": "x"}
+    return Expectation(**{**base, **fields})
+
+
+def test_a_known_intermittent_status_is_flaky() -> None:
+    known = entry(status=("PASS", "CRASH"), match={"reason": "signal"})
+    assert verdict(check(Status.PASS), "s", AXES, [known])[0] is Verdict.OK
+    assert verdict(check(Status.CRASH), "s", AXES, [known])[0] is Verdict.FLAKY
+
+
+def test_a_condition_over_a_fact_not_known_does_not_hold() -> None:
+    known = entry(status=("CRASH",), match={"reason": "signal"}, when={"torch": ">=2.6"})
+    assert verdict(check(Status.CRASH), "s", AXES, [known])[0] is Verdict.REGRESSION
+    assert verdict(check(Status.CRASH), "s", {**AXES, "torch": "2.6.0+cpu"}, [known])[0] is Verdict.EXPECTED
+
+
+def test_contradicting_entries_are_an_error() -> None:
+    one, other = entry(status=("PASS",)), entry(status=("CRASH",), match={"reason": "signal"})
+    with pytest.raises(ConfigurationError, match="contradict"):
+        verdict(check(Status.PASS), "s", AXES, [one, other])
