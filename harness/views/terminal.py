@@ -1,0 +1,181 @@
+"""The terminal: the plan, the table, one cell in detail, and what runs at the moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as RichLive
+from rich.table import Table
+from rich.text import Text
+
+from harness.matrix import JudgedCheck, Matrix, Square
+from harness.plan import Planned
+from harness.records import Record
+from harness.status import Status, Verdict
+from harness.tail import Live
+from harness.views.text import cause, remarks, square_text, summary
+
+STYLE = {
+    Verdict.OK: "green",
+    Verdict.EXPECTED: "green",
+    Verdict.FLAKY: "yellow",
+    Verdict.FIXED: "yellow",
+    Verdict.REGRESSION: "bold red",
+    Verdict.UNKNOWN: "magenta",
+}
+
+
+def make_console() -> Console:
+    """Where there is no terminal, nothing is folded to a width that nobody has."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 200))
+
+
+def plan_table(plan: Sequence[Planned]) -> Table:
+    table = Table("cell", "", "why", box=None, pad_edge=False)
+    for planned in plan:
+        why = planned.reason if planned.selected else f"{planned.reason} (needed as a reference)"
+        table.add_row(Text(planned.cell.id), planned.action, Text(why))
+    return table
+
+
+def matrix_table(matrix: Matrix) -> Table:
+    table = Table(title=f"run {matrix.run}", title_justify="left")
+    table.add_column("target")
+    pivot = matrix.pivot()
+    for column in pivot.columns:
+        table.add_column(Text(column), overflow="fold")
+    for name, row in zip(pivot.index, pivot.itertuples(index=False), strict=True):
+        table.add_row(str(name), *(_square(value) for value in row))
+    return table
+
+
+def _square(value: object) -> Text:
+    return Text(square_text(value), STYLE[value.verdict]) if isinstance(value, Square) else Text("")
+
+
+def report(matrix: Matrix) -> RenderableType:
+    """The table, the counts, and a line for every check that is not simply ok."""
+    parts: list[RenderableType] = [matrix_table(matrix), Text(summary(matrix))]
+    for square, judged in remarks(matrix):
+        parts.append(_remark(square, judged))
+    if matrix.not_runnable:
+        parts.append(Text(f"not in the table, for want of a lock: {', '.join(matrix.not_runnable)}", "dim"))
+    return Group(*parts)
+
+
+def _remark(square: Square, judged: JudgedCheck) -> Text:
+    text = Text(f"{judged.verdict:>10}  ", STYLE[judged.verdict])
+    text.append(f"{square.cell.id} / {judged.check.id}: {judged.check.status}", "bold")
+    text.append(f" {cause(judged)[:300]}", "default")
+    if judged.expectation:
+        text.append(f"  [{judged.expectation.reason}]", "dim")
+    return text
+
+
+def cell_detail(square: Square, folder: str) -> RenderableType:
+    """`show CELL`: status, why, what to do, every check, phases, where it all lies."""
+    record = square.record
+    head = Text(f"{square.cell.id}\n", "bold").append(square_text(square), STYLE[square.verdict])
+    if record is None:
+        return Group(head, Text("Planned, but there is no record: it was never started, or interrupted."))
+    parts: list[RenderableType] = [head, *_why(record), _checks(square.checks)]
+    for judged in square.checks:
+        if judged.check.error is not None and judged.verdict is not Verdict.OK:
+            parts += [Text(f"\n{judged.check.id}", "bold"), Text(judged.check.error.traceback.rstrip())]
+    return Group(*parts, Text(""), _facts(record), Text(f"\nEvidence: {folder}", "dim"))
+
+
+def _why(record: Record) -> Iterator[Text]:
+    if record.reason:
+        yield Text(f"why: {record.reason}")
+    if record.advice:
+        yield Text(f"what to do: {record.advice}")
+
+
+def _checks(checks: Sequence[JudgedCheck]) -> Table:
+    table = Table("check", "status", "verdict", "s", "why", box=None, pad_edge=False)
+    for judged in checks:
+        check = judged.check
+        seconds = f"{check.seconds:.1f}" if check.seconds is not None else ""
+        why = cause(judged)[:300]
+        if judged.expectation:
+            why += f"\nexpected: {judged.expectation.reason} {judged.expectation.link or ''}"
+        table.add_row(Text(check.id), check.status, Text(judged.verdict, STYLE[judged.verdict]), seconds, Text(why))
+    return table
+
+
+def _facts(record: Record) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    seconds = (record.ended - record.started).total_seconds()
+    phases = ", ".join(f"{name} {value:.1f} s" for name, value in record.phases.items())
+    rows = {
+        "started": f"{record.started:%Y-%m-%d %H:%M:%S}Z, {seconds:.0f} s, attempt {record.attempt}",
+        "reused from": record.reused_from or "",
+        "phases": phases,
+        "image": f"{record.image.tag} {record.image.id}" if record.image else "",
+        "versions": ", ".join(f"{name} {version}" for name, version in sorted(record.distributions.items())),
+        **{name: f"{value}" for name, value in record.properties.items()},
+        **{metric.name: f"{metric.value:g} {metric.unit}" for metric in record.metrics},
+    }
+    for name, value in rows.items():
+        if value != "":
+            table.add_row(Text(name, "dim"), Text(value))
+    return table
+
+
+@dataclass
+class Progress:
+    """What runs, since when, and how many are left. A live table on a terminal, plain lines elsewhere."""
+
+    console: Console
+    total: int = 0
+    _running: dict[str, tuple[float, str]] = field(default_factory=dict)
+    _done: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        if not self.console.is_terminal:
+            yield
+            return
+        with RichLive(get_renderable=self._table, console=self.console, refresh_per_second=2, transient=True):
+            yield
+
+    def say(self, line: str) -> None:
+        self.console.print(Text(line), soft_wrap=True)
+
+    def started(self, name: str) -> None:
+        with self._lock:
+            self._running[name] = (time.monotonic(), "starting")
+        self.say(f"start  {name}")
+
+    def update(self, name: str, live: Live) -> None:
+        with self._lock:
+            since, before = self._running.get(name, (time.monotonic(), ""))
+            self._running[name] = (since, live.doing)
+        if live.doing != before and not self.console.is_terminal:
+            self.say(f"       {name}: {live.doing}")
+
+    def ended(self, name: str, record: Record | None) -> None:
+        with self._lock:
+            since, _ = self._running.pop(name, (time.monotonic(), ""))
+            self._done += 1
+            left = self.total - self._done
+        said = f"{record.status} {record.reason or ''}" if record else "interrupted"
+        passed = sum(check.status is Status.PASS for check in record.checks) if record else 0
+        checks = f" {passed}/{len(record.checks)}" if record else ""
+        self.say(f"end    {name}: {said.strip()}{checks}, {time.monotonic() - since:.0f} s, {left} left")
+
+    def _table(self) -> Table:
+        table = Table("running", "does", "since", box=None, pad_edge=False)
+        with self._lock:
+            for name, (since, doing) in self._running.items():
+                table.add_row(Text(name), Text(doing), f"{time.monotonic() - since:.0f} s")
+            table.add_row(Text(f"{self._done} of {self.total} done", "dim"))
+        return table

@@ -1,0 +1,57 @@
+"""What the terminal and Markdown say alike: words for squares, counts, and what needs a look."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from harness.matrix import JudgedCheck, Matrix, Square
+from harness.status import Verdict
+
+MARK = {
+    Verdict.OK: "✔",
+    Verdict.EXPECTED: "✔",
+    Verdict.FLAKY: "~",
+    Verdict.FIXED: "▲",
+    Verdict.REGRESSION: "✘",
+    Verdict.UNKNOWN: "?",
+}
+
+
+def square_text(square: Square) -> str:
+    """`✘ FAIL 8/9`, `✔ FAIL 8/9 expected`, `✔ PASS 9/9`, `? NOTRUN`."""
+    passed, total = square.passed
+    parts = [MARK[square.verdict], square.status]
+    if total:
+        parts.append(f"{passed}/{total}")
+    if square.verdict not in (Verdict.OK, Verdict.UNKNOWN):
+        parts.append(square.verdict)
+    if square.stale:
+        parts.append("STALE")
+    if square.record and square.record.attempt > 1:
+        parts.append(f"attempt {square.record.attempt}")
+    return " ".join(parts)
+
+
+def summary(matrix: Matrix) -> str:
+    """`4 cells: 2 ok, 2 expected`"""
+    counts = Counter(str(square.verdict) for square in matrix.squares)
+    cells = f"{len(matrix.squares)} cell{'s' if len(matrix.squares) != 1 else ''}"
+    return f"{cells}: " + ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def remarks(matrix: Matrix) -> Iterator[tuple[Square, JudgedCheck]]:
+    """Every check that is not simply ok, in the order of the matrix."""
+    for square in matrix.squares:
+        for judged in square.checks:
+            if judged.verdict is not Verdict.OK:
+                yield square, judged
+
+
+def cause(judged: JudgedCheck) -> str:
+    """One line: what the check says went wrong."""
+    check = judged.check
+    if check.error is not None:
+        first = check.error.message.strip().splitlines()
+        return f"{check.error.type}: {first[0] if first else ''}"
+    return check.reason or ""
