@@ -1,0 +1,267 @@
+"""Cells in containers of Docker: run by image ID, closed to the network, gone when they end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.models.containers import Container
+from docker.types import LogConfig, Mount
+
+import docker
+from harness.backends.base import COMMAND, MAX_OUTPUT, Launch, Running
+from harness.errors import DockerMissingError, InfrastructureError
+from harness.records import ExitState
+
+_INSTALL = "Install it (Debian, Ubuntu: `apt-get install docker.io`) and start its daemon, then run again."
+_TMP = "/tmp"  # noqa: S108 - a path inside the container
+
+# Without USER and HOME vLLM 0.10.0 fails in getpwuid under a foreign uid; everything else keeps caches off the
+# read-only root and traffic off the network that is not there.
+ENVIRONMENT = {
+    "PYTHONPATH": "/suite",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "HOME": _TMP,
+    "USER": "matrix",
+    "LOGNAME": "matrix",
+    "XDG_CACHE_HOME": f"{_TMP}/cache",
+    "TRITON_CACHE_DIR": f"{_TMP}/cache/triton",
+    "TORCHINDUCTOR_CACHE_DIR": f"{_TMP}/cache/inductor",
+    "VLLM_CACHE_ROOT": f"{_TMP}/cache/vllm",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_MATRIX_IN": "/in",
+    "VLLM_MATRIX_OUT": "/out",
+    "VLLM_MATRIX_MODELS": "/models",
+}
+
+
+def connect() -> docker.DockerClient:
+    """A client of the daemon that DOCKER_HOST names.
+
+    Raises DockerMissingError where there is none, InfrastructureError where there is one that refuses us.
+    """
+    try:
+        client = docker.from_env(timeout=120)
+        client.ping()
+    except (DockerException, requests.RequestException) as error:
+        raise _unreachable(error) from error
+    return client
+
+
+def _unreachable(error: Exception) -> InfrastructureError:
+    text = str(error)
+    if "Permission denied" in text:
+        return InfrastructureError(
+            "Docker is here but refuses this user",
+            "Add the user to the group `docker` and log in again, or run as root.",
+        )
+    if shutil.which("docker") is None and not os.environ.get("DOCKER_HOST"):
+        return DockerMissingError("there is no Docker on this machine", _INSTALL)
+    host = os.environ.get("DOCKER_HOST", "its default socket")
+    if any(word in text for word in ("No such file", "Connection refused", "FileNotFoundError")):
+        if "DOCKER_HOST" in os.environ:
+            return InfrastructureError(f"no Docker daemon answers on {host}", "Start it, or mend DOCKER_HOST.")
+        return DockerMissingError("no Docker daemon runs on this machine", _INSTALL)
+    return InfrastructureError(f"Docker does not work on {host}: {text}", "See `docker info`.")
+
+
+class DockerBackend:
+    """The back end `docker`."""
+
+    name = "docker"
+
+    def __init__(self, client: docker.DockerClient) -> None:
+        self._client = client
+
+    def check(self, scratch: Path, image: str) -> None:
+        """See that a container finds what we wrote: where it does not, the daemon is on another machine."""
+        nonce = uuid.uuid4().hex
+        probe = scratch / f".nonce-{nonce}"
+        probe.mkdir(parents=True)
+        try:
+            (probe / "nonce").write_text(nonce)
+            seen = self._cat(image, probe)
+        finally:
+            shutil.rmtree(probe, ignore_errors=True)
+        if seen != nonce:
+            raise InfrastructureError(
+                f"the Docker daemon does not see {scratch}: it is on another machine, or in another mount namespace",
+                "Use a daemon of this machine, or put the results where it sees them.",
+            )
+
+    def _cat(self, image: str, probe: Path) -> str:
+        with _infrastructure("a container could not be run"):
+            output: bytes = self._client.containers.run(
+                image,
+                ["cat", "/probe/nonce"],
+                entrypoint=[],
+                mounts=[Mount("/probe", str(probe), type="bind", read_only=True)],
+                network_mode="none",
+                remove=True,
+            )
+            return output.decode(errors="replace").strip()
+
+    def start(self, launch: Launch) -> Running:
+        with _infrastructure("the container could not be created"):
+            container = self._client.containers.create(launch.image, list(COMMAND), **_settings(launch))
+        running = _DockerRunning(container, launch.folder)
+        try:
+            with _infrastructure("the container could not be started"):
+                running.start()
+        except BaseException:
+            running.remove()
+            raise
+        return running
+
+
+@contextlib.contextmanager
+def _infrastructure(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ImageNotFound as error:
+        raise InfrastructureError(f"{what}: its image is gone", "Run again: it will be built again.") from error
+    except (DockerException, requests.RequestException) as error:
+        raise InfrastructureError(f"{what}: {error}", "See the log of the Docker daemon.") from error
+
+
+def _settings(launch: Launch) -> dict[str, Any]:
+    """Keyword arguments of `containers.create`; compare DESIGN: every line is there for a reason."""
+    resources = launch.resources
+    return {
+        "name": launch.name,
+        "entrypoint": [],
+        "environment": ENVIRONMENT | dict(launch.environment),
+        "labels": dict(launch.labels),
+        "mounts": mounts(launch),
+        "user": f"{os.getuid()}:{os.getgid()}",  # what it writes can be removed by whoever started us
+        "network_mode": "none",
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges"],
+        "read_only": True,
+        "tmpfs": {_TMP: "exec,size=2g,mode=1777"},  # exec: Docker's default noexec breaks JIT compilers
+        "init": True,  # reaps zombies and passes SIGTERM on
+        "mem_limit": resources.memory,
+        "memswap_limit": resources.memory,
+        "nano_cpus": int(min(resources.cpus, os.cpu_count() or 1) * 1e9),
+        "pids_limit": 4096,
+        "shm_size": resources.shm,
+        "log_config": LogConfig(type="local", config={"max-size": "8m", "max-file": "1"}),
+        "device_requests": [docker.types.DeviceRequest(device_ids=list(launch.gpus), capabilities=[["gpu"]])]
+        if launch.gpus
+        else [],
+    }
+
+
+def command_line(launch: Launch, interactive: bool = False) -> list[str]:
+    """The same container by the docker command line: what `repro` prints and `shell` runs."""
+    settings = _settings(launch)
+    resources = launch.resources
+    words = ["docker", "run", "--rm", *(["-it"] if interactive else []), "--name", launch.name, "--entrypoint", ""]
+    words += ["--user", settings["user"], "--network", "none", "--cap-drop", "ALL"]
+    words += ["--security-opt", "no-new-privileges", "--read-only", "--init", "--pids-limit", "4096"]
+    words += ["--tmpfs", f"{_TMP}:{settings['tmpfs'][_TMP]}", "--shm-size", str(resources.shm)]
+    words += ["--memory", str(resources.memory), "--memory-swap", str(resources.memory)]
+    words += ["--cpus", f"{settings['nano_cpus'] / 1e9:g}"]
+    for mount in settings["mounts"]:
+        mode = ",readonly" if mount["ReadOnly"] else ""
+        words += ["--mount", f"type=bind,source={mount['Source']},target={mount['Target']}{mode}"]
+    for name, value in settings["environment"].items():
+        words += ["--env", f"{name}={value}"]
+    if launch.gpus:
+        words += ["--gpus", f'"device={",".join(launch.gpus)}"']
+    return [*words, launch.image, *(("bash",) if interactive else COMMAND)]
+
+
+def mounts(launch: Launch) -> list[Mount]:
+    """The boundary: three folders in, one out."""
+    return [
+        Mount("/suite", str(launch.suite), type="bind", read_only=True),
+        Mount("/models", str(launch.models), type="bind", read_only=True),
+        Mount("/in", str(launch.folder / "in"), type="bind", read_only=True),
+        Mount("/out", str(launch.folder / "out"), type="bind"),
+    ]
+
+
+class _DockerRunning:
+    """A container, and the thread that keeps the head of its output."""
+
+    def __init__(self, container: Container, folder: Path) -> None:
+        self._container = container
+        self._folder = folder
+        self._reader: threading.Thread | None = None
+        self._lost = ""
+
+    def start(self) -> None:
+        stream = self._container.attach(stdout=True, stderr=True, stream=True, demux=True)
+        self._reader = threading.Thread(target=_keep_heads, args=(stream, self._folder), daemon=True)
+        self._reader.start()
+        self._container.start()
+
+    def ended(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not self._is_over():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(min(0.25, seconds))
+        return True
+
+    def _is_over(self) -> bool:
+        try:
+            self._container.reload()
+        except NotFound:
+            self._lost = "the container was removed by somebody else"
+        except (DockerException, requests.RequestException) as error:
+            self._lost = f"the daemon no longer answers: {error}"
+        return bool(self._lost) or self._container.status in ("exited", "dead")
+
+    def stop(self, grace: float) -> None:
+        with contextlib.suppress(DockerException, requests.RequestException):
+            self._container.stop(timeout=int(grace))
+
+    def close(self) -> ExitState:
+        state = self._exit_state()
+        if self._reader is not None:
+            self._reader.join(timeout=10)
+        self.remove()
+        return state
+
+    def _exit_state(self) -> ExitState:
+        if self._lost:
+            return ExitState(started=True, error=self._lost)
+        state = self._container.attrs["State"]
+        code = state["ExitCode"] if state["Status"] in ("exited", "dead") else None
+        return ExitState(started=True, exit_code=code, oom_killed=state["OOMKilled"], error=state["Error"] or "")
+
+    def remove(self) -> None:
+        with contextlib.suppress(NotFound, APIError, requests.RequestException):
+            self._container.remove(force=True, v=True)
+
+
+def _keep_heads(stream: Iterator[tuple[bytes | None, bytes | None]], folder: Path) -> None:
+    """Write the first MAX_OUTPUT bytes of either stream, and read on: a full pipe would stop the cell."""
+    left = [MAX_OUTPUT, MAX_OUTPUT]
+    broken = (DockerException, requests.RequestException, OSError, ValueError)
+    with (
+        (folder / "stdout.log").open("wb", buffering=0) as out,
+        (folder / "stderr.log").open("wb", buffering=0) as err,
+        contextlib.suppress(*broken),
+    ):
+        for pair in stream:
+            for index, (chunk, file) in enumerate(zip(pair, (out, err), strict=True)):
+                if chunk and left[index]:
+                    file.write(chunk[: left[index]])
+                    left[index] = max(0, left[index] - len(chunk))

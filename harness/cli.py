@@ -1,0 +1,249 @@
+"""The command line: verbs, options and exit codes. No logic lives here."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from harness import __version__, models
+from harness.backends import docker as docker_backend
+from harness.backends.base import Launch
+from harness.cells import Selection, matches
+from harness.errors import InfrastructureError, MatrixError, NothingSelectedError
+from harness.events import clean
+from harness.images import build, find_builder
+from harness.job import launch
+from harness.matrix import Square
+from harness.plan import Planned, not_runnable
+from harness.project import Project, build_options, load_project, make_plan
+from harness.records import Record, attempt_folder, runs_of
+from harness.run import Tools, execute, load_matrix
+from harness.views import terminal
+from harness.views.jsonview import plan_document
+
+app = typer.Typer(
+    help="One scenario suite against many vLLM versions, each in its own container.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Config = Annotated[Path | None, typer.Option("--config", help="matrix.toml; default: the nearest one upwards.")]
+Selectors = Annotated[list[str] | None, typer.Argument(help="Globs on cell ids; `[` and `]` are literal.")]
+Targets = Annotated[list[str] | None, typer.Option("--target", help="Glob on the target, as vllm-0.8.*; repeatable.")]
+Devices = Annotated[list[str] | None, typer.Option("--device", help="cpu or cuda; default: run.device.")]
+Scenarios = Annotated[list[str] | None, typer.Option("--scenario", help="Glob on the scenario; repeatable.")]
+Profile = Annotated[str | None, typer.Option("--profile", help="A profile of matrix.toml; default: run.profile.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Reuse no earlier record.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+CellArgument = Annotated[str, typer.Argument(help="A cell id, or a glob that selects one cell of the run.")]
+RunOption = Annotated[str | None, typer.Option("--run", help="A run's name or folder; default: the newest.")]
+
+
+def main() -> NoReturn:
+    """Entry point: errors become one message and their exit code, never a traceback for a user's mistake."""
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
+        app(standalone_mode=True)
+    except MatrixError as error:
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        _fail(f"{error.filename or 'a file'}: {error.strerror}\n  Nothing that was recorded is lost.", 5)
+    sys.exit(0)
+
+
+def _as_interrupt(_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if show_version:
+        typer.echo(f"vllm-matrix {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    select: Selectors = None,
+    target: Targets = None,
+    device: Devices = None,
+    scenario: Scenarios = None,
+    profile: Profile = None,
+    fresh: Fresh = False,
+    base: Annotated[str | None, typer.Option(help="Base image instead of matrix.toml's.")] = None,
+    index_url: Annotated[str | None, typer.Option(help="Package index for the builds.")] = None,
+    timeout_multiplier: Annotated[float, typer.Option(min=0.01, help="Stretches every deadline.")] = 1.0,
+    config: Config = None,
+) -> None:
+    """Plan, build what is missing, run every cell in its container, judge, print and write the table."""
+    project = load_project(config)
+    options = build_options(project, base, index_url)
+    plan = make_plan(project, _selection(select, target, device, scenario), profile, fresh, options)
+    client, builder = docker_backend.connect(), find_builder(os.environ)
+    console = terminal.make_console()
+    tools = Tools(
+        backend=docker_backend.DockerBackend(client),
+        build=lambda image, log: build(image, builder, options, log, lambda _line: None),
+        options=options,
+        progress=terminal.Progress(console),
+        engine=f"docker {client.version()['Version']}",
+    )
+    outcome = execute(project, tuple(_stretched(p, timeout_multiplier) for p in plan), tools)
+    console.print(terminal.report(outcome.matrix))
+    console.print(f"table: {outcome.folder / 'matrix.md'}", highlight=False, soft_wrap=True)
+    console.print(f"       {outcome.folder / 'matrix.json'}", highlight=False, soft_wrap=True)
+    raise typer.Exit(outcome.exit_code)
+
+
+def _stretched(planned: Planned, multiplier: float) -> Planned:
+    return replace(planned, cell=planned.cell.stretched(multiplier))
+
+
+def _selection(
+    select: list[str] | None, target: list[str] | None, device: list[str] | None, scenario: list[str] | None
+) -> Selection:
+    return Selection(ids=select or (), targets=target or (), devices=device or (), scenarios=scenario or ())
+
+
+@app.command()
+def plan(
+    select: Selectors = None,
+    target: Targets = None,
+    device: Devices = None,
+    scenario: Scenarios = None,
+    profile: Profile = None,
+    fresh: Fresh = False,
+    as_json: AsJson = False,
+    config: Config = None,
+) -> None:
+    """Print the cells, and why each would run or be reused. Starts nothing."""
+    project = load_project(config)
+    planned = make_plan(project, _selection(select, target, device, scenario), profile, fresh, build_options(project))
+    if as_json:
+        typer.echo(json.dumps(plan_document(planned, not_runnable(project.spec)), indent=1))
+        return
+    console = terminal.make_console()
+    console.print(terminal.plan_table(planned))
+    if idle := not_runnable(project.spec):
+        console.print(f"not runnable yet, for want of a lock: {', '.join(idle)}", style="dim")
+
+
+@app.command("models")
+def make_models(
+    to: Annotated[Path | None, typer.Option(help="Folder; default: the user's cache.")] = None,
+) -> None:
+    """Make the tiny models: the same bytes on every machine, checked against the committed checksums."""
+    root = to or models.default_root()
+    files = models.generate(root)
+    typer.echo(f"{len(files)} files in {root}, checksums as committed")
+
+
+@app.command()
+def show(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
+    """Everything about one cell of a run: status, cause, checks, phases, versions, where the evidence lies."""
+    project, square = _square(cell, run, config)
+    folder = str(_folder(project, square.record)) if square.record else ""
+    terminal.make_console().print(terminal.cell_detail(square, folder))
+
+
+@app.command()
+def logs(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
+    """The head of what the cell's last attempt printed: stdout, then stderr."""
+    project, square = _square(cell, run, config)
+    folder = _folder(project, _record(square))
+    for name in ("stdout.log", "stderr.log"):
+        path = folder / name
+        if path.is_file():
+            typer.echo(f"--- {path}")
+            with path.open("r", encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    typer.echo(clean(line), nl=False)
+
+
+@app.command()
+def repro(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
+    """Print the docker command that runs this cell again, outside of vllm-matrix."""
+    launched = _relaunch(*_square(cell, run, config))
+    typer.echo(f"mkdir -p {shlex.quote(str(launched.folder / 'out' / 'artifacts'))}")
+    typer.echo(shlex.join(docker_backend.command_line(launched)))
+
+
+@app.command()
+def shell(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
+    """A shell in a container like the cell's: image, mounts, environment, limits. `python3 -m rig` is the cell."""
+    launched = _relaunch(*_square(cell, run, config))
+    (launched.folder / "out" / "artifacts").mkdir(parents=True, exist_ok=True)
+    client = shutil.which("docker")
+    if client is None:
+        raise InfrastructureError(
+            "`shell` needs the docker command line client", "Install it: docker.io or docker-cli."
+        )
+    os.execv(client, docker_backend.command_line(launched, interactive=True))  # noqa: S606 - a terminal for the user
+
+
+def _record(square: Square) -> Record:
+    if square.record is None:
+        raise NothingSelectedError(f"{square.cell.id} has no record in this run", "It was never started.")
+    return square.record
+
+
+def _relaunch(project: Project, square: Square) -> Launch:
+    """The cell's launch again, with a copy of what it was handed and a new place for what it leaves."""
+    record = _record(square)
+    if record.image is None:
+        raise NothingSelectedError(f"{record.cell} never had an image", record.reason)
+    scratch = Path(tempfile.mkdtemp(prefix="vllm-matrix-"))
+    shutil.copytree(_folder(project, record) / "in", scratch / "in")
+    return launch(square.cell, record.image.id, scratch, project.suite, models.default_root(), scratch.name, {})
+
+
+def _square(pattern: str, run: str | None, config: Path | None) -> tuple[Project, Square]:
+    project = load_project(config)
+    matrix = load_matrix(project, _run_folder(project, run))
+    found = [square for square in matrix.squares if matches(pattern, square.cell.id)]
+    if len(found) == 1:
+        return project, found[0]
+    names = "\n  ".join(square.cell.id for square in found or matrix.squares)
+    what = "matches several cells" if found else "matches no cell"
+    raise NothingSelectedError(f"{pattern!r} {what} of run {matrix.run}:\n  {names}")
+
+
+def _run_folder(project: Project, name: str | None) -> Path:
+    if name is None:
+        runs = runs_of(project.results)
+        if not runs:
+            raise NothingSelectedError(f"there is no run in {project.results}", "Start one: vllm-matrix run")
+        return runs[0]
+    for folder in (project.results / "runs" / name, Path(name)):
+        if (folder / "plan.json").is_file():
+            return folder
+    raise NothingSelectedError(f"no such run: {name}", f"Runs are folders of {project.results / 'runs'}.")
+
+
+def _folder(project: Project, record: Record) -> Path:
+    return attempt_folder(project.results, record.run, record.cell, record.attempt)

@@ -1,0 +1,279 @@
+"""`vllm-matrix run`: the flow from plan to Matrix. The stages are elsewhere; here they are put in a row."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from harness import models
+from harness.attempt import missed, run_attempt
+from harness.backends.base import Backend
+from harness.cells import Cell
+from harness.errors import BuildError, ConfigurationError, InfrastructureError
+from harness.images import BuildOptions, BuiltImage, Image
+from harness.job import Context, Job
+from harness.matrix import Matrix, build_matrix
+from harness.plan import Planned, not_runnable
+from harness.project import Project, host, images_for, owner, revision
+from harness.recorder import artifact
+from harness.records import ImageRef, Record, attempt_folder, records_of, write_atomic, write_record
+from harness.scheduler import Capacity, run_all, with_retries
+from harness.status import Status
+from harness.views.jsonview import to_json
+from harness.views.markdown import markdown
+from harness.views.terminal import Progress
+
+REFERENCE = "reference.json"
+ENGINE_OVERHEAD = 2 << 30  # bytes of the host's memory that cells leave alone
+
+
+class PlannedEntry(BaseModel):
+    """One cell in plan.json."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cell: Cell
+    digest: str
+    action: Literal["run", "reuse"]
+    reason: str
+    selected: bool
+
+
+class PlanFile(BaseModel):
+    """plan.json: written before anything runs, so that every planned cell ends in exactly one state."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
+    run: str
+    created: datetime
+    not_runnable: tuple[str, ...] = ()
+    cells: tuple[PlannedEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """What a run touches the world with."""
+
+    backend: Backend
+    build: Callable[[Image, Path], BuiltImage]  # image, log → what was built; raises BuildError
+    options: BuildOptions
+    progress: Progress
+    engine: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run came to. `failed_builds` and `interrupted` decide the exit code beside the Matrix."""
+
+    folder: Path
+    matrix: Matrix
+    failed_builds: tuple[str, ...] = ()
+    interrupted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """In this precedence: interrupted, unexpected, build failed, infrastructure, 0."""
+        if self.interrupted:
+            return 130
+        if self.matrix.unexpected:
+            return 1
+        if self.failed_builds:
+            return BuildError.exit_code
+        return 0 if self.matrix.green else InfrastructureError.exit_code
+
+
+def new_run(now: datetime) -> str:
+    """Sorts by time, and never collides."""
+    return f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+
+
+def execute(project: Project, plan: Sequence[Planned], tools: Tools) -> Outcome:
+    """Carry a plan out. Every planned cell has a record afterwards, or is NOTRUN; the Matrix is written."""
+    run = new_run(datetime.now(UTC))
+    folder = project.results / "runs" / run
+    context = _context(project, run, tools.engine)
+    write_plan(folder, run, plan, not_runnable(project.spec))
+    interrupted = False
+    failed: dict[tuple[str, str], BuildError] = {}
+    try:
+        models.generate(context.models)
+        done = _take_over(plan, context)
+        built, failed = _build(project, plan, tools, folder)
+        done |= _missed(plan, failed, context, tools.backend.name)
+        _run(project, plan, built, done, context, tools)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        matrix = load_matrix(project, folder)
+        write_views(folder, matrix)
+    return Outcome(
+        folder=folder,
+        matrix=matrix,
+        failed_builds=tuple(f"{target}@{device}" for target, device in failed),
+        interrupted=interrupted,
+    )
+
+
+def _context(project: Project, run: str, engine: str) -> Context:
+    return Context(
+        run=run,
+        results=project.results,
+        suite=project.suite,
+        models=models.default_root(),
+        revision=revision(project.root),
+        host=host(engine),
+        owner=owner(),
+    )
+
+
+def write_plan(folder: Path, run: str, plan: Sequence[Planned], idle: Sequence[str]) -> None:
+    entries = tuple(
+        PlannedEntry(cell=p.cell, digest=p.digest, action=p.action, reason=p.reason, selected=p.selected) for p in plan
+    )
+    document = PlanFile(run=run, created=datetime.now(UTC), not_runnable=tuple(idle), cells=entries)
+    write_atomic(folder / "plan.json", document.model_dump_json(by_alias=True, indent=1) + "\n")
+
+
+def read_plan(folder: Path) -> PlanFile:
+    """Raises ConfigurationError where the folder holds no run."""
+    try:
+        return TypeAdapter(PlanFile).validate_json((folder / "plan.json").read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigurationError(
+            f"{folder} holds no run that can be read", "plan.json is missing or broken."
+        ) from error
+
+
+def _take_over(plan: Sequence[Planned], context: Context) -> dict[str, Record]:
+    """Copy the records that are reused, with their evidence: a run's folder is complete by itself."""
+    taken: dict[str, Record] = {}
+    for planned in plan:
+        if planned.reuse is None:
+            continue
+        old = planned.reuse
+        source = attempt_folder(context.results, old.run, old.cell, old.attempt)
+        target = attempt_folder(context.results, context.run, old.cell, old.attempt)
+        shutil.copytree(source, target, symlinks=True)
+        record = old.model_copy(update={"run": context.run, "reused_from": old.reused_from or old.run})
+        write_record(target, record)
+        taken[old.cell] = record
+    return taken
+
+
+def _build(
+    project: Project, plan: Sequence[Planned], tools: Tools, folder: Path
+) -> tuple[dict[tuple[str, str], BuiltImage], dict[tuple[str, str], BuildError]]:
+    """Build what the cells to run need. A failed build stops no other target."""
+    wanted = images_for(project, [p.cell for p in plan if p.action == "run"], tools.options)
+    built: dict[tuple[str, str], BuiltImage] = {}
+    failed: dict[tuple[str, str], BuildError] = {}
+    for pair, image in wanted.items():
+        try:
+            built[pair] = _build_one(image, tools, folder)
+        except BuildError as error:
+            failed[pair] = error
+            tools.progress.say(f"build  {image.tag} failed: {error.message}\n{error.log_tail}")
+    return built, failed
+
+
+def _build_one(image: Image, tools: Tools, folder: Path) -> BuiltImage:
+    log = folder / "images" / f"{image.target}-{image.device}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    tools.progress.say(f"build  {image.tag}, log in {log}")
+    result = tools.build(image, log)
+    how = "was there" if result.cached else f"built in {result.seconds:.0f} s"
+    tools.progress.say(f"image  {image.tag} {how}, {result.bytes / 1e9:.2f} GB")
+    return result
+
+
+def _missed(
+    plan: Sequence[Planned], failed: Mapping[tuple[str, str], BuildError], context: Context, backend: str
+) -> dict[str, Record]:
+    records = {}
+    for planned in plan:
+        error = failed.get((planned.cell.target, planned.cell.device))
+        if planned.action == "run" and error is not None:
+            reason = f"build: {error.message}"
+            records[planned.cell.id] = missed(planned, context, backend, reason, error.log_tail)
+    return records
+
+
+def _run(
+    project: Project,
+    plan: Sequence[Planned],
+    built: Mapping[tuple[str, str], BuiltImage],
+    done: Mapping[str, Record],
+    context: Context,
+    tools: Tools,
+) -> None:
+    queue = [p for p in plan if p.action == "run" and p.cell.id not in done]
+    if not queue:
+        return
+    tools.backend.check(project.results, next(iter(built.values())).id)
+    tools.progress.total = len(queue)
+    stop = threading.Event()
+
+    def attempt(planned: Planned, number: int) -> Record:
+        image = built[planned.cell.target, planned.cell.device]
+        return _attempt(planned, number, image, context, tools, stop)
+
+    capacity = Capacity(cpus=context.host.cpus, memory=context.host.memory - ENGINE_OVERHEAD)
+    with tools.progress.shown():
+        run_all(queue, done, with_retries(attempt, project.spec.run.infra_retries), capacity, stop)
+
+
+def _attempt(
+    planned: Planned, number: int, image: BuiltImage, context: Context, tools: Tools, stop: threading.Event
+) -> Record:
+    name, progress = planned.cell.id, tools.progress
+    job = Job(
+        planned=planned,
+        number=number,
+        image=ImageRef(tag=image.tag, id=image.id),
+        reference=find_reference(context, planned.cell),
+    )
+    progress.started(name)
+    record = None
+    try:
+        record = run_attempt(job, context, tools.backend, lambda live: progress.update(name, live), stop)
+    finally:
+        progress.ended(name, record)
+    return record
+
+
+def find_reference(context: Context, cell: Cell) -> Path | None:
+    """The reference.json that this run's reference cell left, if it did and it is what its record says."""
+    if cell.reference is None:
+        return None
+    record = records_of(context.results / "runs" / context.run).get(cell.reference)
+    if record is None or record.status is Status.MISS:
+        return None
+    return artifact(attempt_folder(context.results, record.run, record.cell, record.attempt), record, REFERENCE)
+
+
+def load_matrix(project: Project, folder: Path) -> Matrix:
+    """The Matrix of a run's folder, judged by today's expectations."""
+    plan = read_plan(folder)
+    return build_matrix(
+        plan.run,
+        [entry.cell for entry in plan.cells],
+        records_of(folder),
+        project.expectations,
+        datetime.now(UTC),
+        project.max_age,
+        plan.not_runnable,
+    )
+
+
+def write_views(folder: Path, matrix: Matrix) -> None:
+    write_atomic(folder / "matrix.json", to_json(matrix))
+    write_atomic(folder / "matrix.md", markdown(matrix))

@@ -1,0 +1,131 @@
+"""A back end whose cells are Python functions: what the harness does with every kind of end, without Docker."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from harness.backends.base import Launch
+from harness.errors import InfrastructureError
+from harness.records import ExitState
+from tests.conftest import event_line
+
+CLEAN = ExitState(started=True, exit_code=0)
+KILLED = ExitState(started=True, exit_code=137)
+
+Script = Callable[[Launch, threading.Event], ExitState]
+
+
+class ScriptedBackend:
+    """Runs `script(launch, stopped)` in a thread; `stopped` is set by `stop`."""
+
+    name = "scripted"
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.launches: list[Launch] = []
+        self.alive = 0
+
+    def check(self, scratch: Path, image: str) -> None:
+        pass
+
+    def start(self, launch: Launch) -> ScriptedRunning:
+        self.launches.append(launch)
+        return ScriptedRunning(self, launch)
+
+
+class ScriptedRunning:
+    def __init__(self, backend: ScriptedBackend, launch: Launch) -> None:
+        self._backend = backend
+        self._stopped = threading.Event()
+        self._state = KILLED
+        self._thread = threading.Thread(target=self._run, args=(launch,), daemon=True)
+        backend.alive += 1
+        self._thread.start()
+
+    def _run(self, launch: Launch) -> None:
+        self._state = self._backend.script(launch, self._stopped)
+
+    def ended(self, seconds: float) -> bool:
+        self._thread.join(min(seconds, 0.02))
+        return not self._thread.is_alive()
+
+    def stop(self, grace: float) -> None:
+        self._stopped.set()
+        self._thread.join(grace)
+
+    def close(self) -> ExitState:
+        self._backend.alive -= 1
+        return self._state
+
+
+def write_events(launch: Launch, *lines: bytes) -> None:
+    with (launch.folder / "out" / "events.jsonl").open("ab") as file:
+        for line in lines:
+            file.write(line)
+
+
+def done(launch: Launch) -> None:
+    (launch.folder / "out" / "DONE").write_text('{"schema": 1, "exit": 0, "checks": 1}')
+
+
+HELLO = event_line("hello", python="3.11.2", platform="linux", distributions={"torch": "2.6.0"})
+
+
+def passes(launch: Launch, stopped: threading.Event) -> ExitState:
+    """Also leaves the reference that other cells ask for."""
+    content = b'{"schema": 1}'
+    (launch.folder / "out" / "artifacts" / "reference.json").write_bytes(content)
+    write_events(launch, HELLO, event_line("plan", checks=["a"]), event_line("start", check="a"))
+    write_events(launch, event_line("metric", name="tokens", value=16, unit="tokens", check="a"))
+    write_events(launch, event_line("property", name="engine", value="V0", check=None))
+    sha = hashlib.sha256(content).hexdigest()
+    write_events(launch, event_line("artifact", path="reference.json", sha256=sha, bytes=len(content)))
+    write_events(launch, event_line("end", check="a", outcome="passed", seconds=0.1))
+    done(launch)
+    return CLEAN
+
+
+def silent(launch: Launch, stopped: threading.Event) -> ExitState:
+    """Writes nothing, ends well."""
+    return CLEAN
+
+
+def signal_9(launch: Launch, stopped: threading.Event) -> ExitState:
+    write_events(launch, HELLO, event_line("plan", checks=["a", "b"]), event_line("start", check="a"))
+    return KILLED
+
+
+def sleeps(launch: Launch, stopped: threading.Event) -> ExitState:
+    """Sleeps for ever, in the middle of a barrier."""
+    write_events(launch, HELLO, event_line("plan", checks=["a"]), event_line("start", check="a"))
+    write_events(launch, event_line("mark", name="barrier", n=3, state="enter"))
+    stopped.wait()
+    return KILLED
+
+
+def truncated(launch: Launch, stopped: threading.Event) -> ExitState:
+    write_events(launch, HELLO, event_line("plan", checks=["a"]), event_line("start", check="a")[:-9])
+    return KILLED
+
+
+def forged(launch: Launch, stopped: threading.Event) -> ExitState:
+    passes(launch, stopped)
+    write_events(launch, b"PASSED all\n")
+    return CLEAN
+
+
+class RefusingBackend(ScriptedBackend):
+    """The engine of containers says no `refusals` times, then works."""
+
+    def __init__(self, refusals: int) -> None:
+        super().__init__(passes)
+        self.refusals = refusals
+
+    def start(self, launch: Launch) -> ScriptedRunning:
+        if self.refusals:
+            self.refusals -= 1
+            raise InfrastructureError("no space left on device")
+        return super().start(launch)
