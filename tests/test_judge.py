@@ -14,7 +14,9 @@ from tests.conftest import error, event_line
 
 HELLO = event_line("hello", python="3.11.2", platform="linux")
 PLAN = event_line("plan", checks=["a", "b"])
-A = event_line("start", check="a") + event_line("end", check="a", outcome="passed", seconds=1.0, reason=None, error=None)
+A = event_line("start", check="a") + event_line(
+    "end", check="a", outcome="passed", seconds=1.0, reason=None, error=None
+)
 START_B = event_line("start", check="b")
 B = START_B + event_line("end", check="b", outcome="passed", seconds=1.0)
 ALL = HELLO + PLAN + A + B
@@ -32,7 +34,9 @@ def ended(**how: Any) -> ExitState:
 
 
 def raised(**fields: Any) -> bytes:
-    return HELLO + PLAN + A + START_B + event_line("end", check="b", outcome="raised", seconds=1.0, error=error(**fields))
+    return (
+        HELLO + PLAN + A + START_B + event_line("end", check="b", outcome="raised", seconds=1.0, error=error(**fields))
+    )
 
 
 ROWS: dict[str, tuple[bytes, ExitState, Done | None, Status, str]] = {

@@ -66,7 +66,9 @@ def go(
     if deadlines:
         plan = tuple(replace(p, cell=replace(p.cell, deadlines=deadlines)) for p in plan)
     progress = Progress(Console(quiet=True))
-    return execute(project, plan, Tools(backend=backend, build=build, options=options, progress=progress, engine="none"))
+    return execute(
+        project, plan, Tools(backend=backend, build=build, options=options, progress=progress, engine="none")
+    )
 
 
 def squares(outcome: Outcome) -> dict[str, Square]:
@@ -94,7 +96,10 @@ def test_all_green(project: Project) -> None:
 def test_a_cell_is_handed_the_reference_that_its_reference_cell_left(project: Project) -> None:
     backend = ScriptedBackend(scripted.passes)
     go(project, backend)
-    handed = {launch.labels["vllm-matrix.cell"]: (launch.folder / "in" / "reference.json").exists() for launch in backend.launches}
+    handed = {
+        launch.labels["vllm-matrix.cell"]: (launch.folder / "in" / "reference.json").exists()
+        for launch in backend.launches
+    }
     assert {cell: has for cell, has in handed.items() if "multimodal" in cell} != {}
     assert all(has == ("multimodal" in cell) for cell, has in handed.items())
 
@@ -131,7 +136,9 @@ def test_bad_ends(project: Project, name: str) -> None:
 
 def test_one_that_sleeps_for_ever_ends_in_timeout_with_its_last_mark(project: Project) -> None:
     backend = ScriptedBackend(scripts(cold_start=scripted.sleeps))
-    outcome = go(project, backend, deadlines=Deadlines(total=60, silence=0.2), select=Selection(scenarios=["cold_start"]))
+    outcome = go(
+        project, backend, deadlines=Deadlines(total=60, silence=0.2), select=Selection(scenarios=["cold_start"])
+    )
     for square in outcome.matrix.squares:
         assert square.record is not None
         assert square.status == Status.TIMEOUT
@@ -209,8 +216,7 @@ def test_an_interrupt_leaves_records_and_not_run(project: Project) -> None:
     backend: Any = None
 
     def interrupts(launch: Launch, stopped: threading.Event) -> ExitState:
-        state = scripted.sleeps(launch, stopped)
-        return state
+        return scripted.sleeps(launch, stopped)
 
     class Interrupting(ScriptedBackend):
         def start(self, launch: Launch) -> Any:

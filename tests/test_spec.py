@@ -44,7 +44,9 @@ def test_a_broken_file_says_where(tmp_path: Path, name: str) -> None:
 
 
 def test_a_reference_must_share_the_parameters(tmp_path: Path) -> None:
-    text = SPEC.replace('parameters.model = ["qwen2_vl", "qwen2_5_vl"]\nreference', 'parameters.model = ["x"]\nreference')
+    text = SPEC.replace(
+        'parameters.model = ["qwen2_vl", "qwen2_5_vl"]\nreference', 'parameters.model = ["x"]\nreference'
+    )
     (tmp_path / "matrix.toml").write_text(text)
     with pytest.raises(ConfigurationError, match="must have it too"):
         load_spec(tmp_path / "matrix.toml")

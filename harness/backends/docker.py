@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.client import DockerClient
+from docker.errors import APIError, ContainerError, DockerException, ImageNotFound, NotFound
 from docker.models.containers import Container
-from docker.types import LogConfig, Mount
+from docker.types import CancellableStream, DeviceRequest, LogConfig, Mount
 
-import docker
 from harness.backends.base import COMMAND, MAX_OUTPUT, Launch, Running
 from harness.errors import DockerMissingError, InfrastructureError
 from harness.records import ExitState
@@ -49,13 +49,13 @@ ENVIRONMENT = {
 }
 
 
-def connect() -> docker.DockerClient:
+def connect() -> DockerClient:
     """A client of the daemon that DOCKER_HOST names.
 
     Raises DockerMissingError where there is none, InfrastructureError where there is one that refuses us.
     """
     try:
-        client = docker.from_env(timeout=120)
+        client = DockerClient.from_env(timeout=120)
         client.ping()
     except (DockerException, requests.RequestException) as error:
         raise _unreachable(error) from error
@@ -84,7 +84,7 @@ class DockerBackend:
 
     name = "docker"
 
-    def __init__(self, client: docker.DockerClient) -> None:
+    def __init__(self, client: DockerClient) -> None:
         self._client = client
 
     def check(self, scratch: Path, image: str) -> None:
@@ -94,26 +94,34 @@ class DockerBackend:
         probe.mkdir(parents=True)
         try:
             (probe / "nonce").write_text(nonce)
-            seen = self._cat(image, probe)
+            seen = self._sees(image, probe, nonce)
         finally:
             shutil.rmtree(probe, ignore_errors=True)
-        if seen != nonce:
+        if not seen:
             raise InfrastructureError(
                 f"the Docker daemon does not see {scratch}: it is on another machine, or in another mount namespace",
                 "Use a daemon of this machine, or put the results where it sees them.",
             )
 
-    def _cat(self, image: str, probe: Path) -> str:
+    def _sees(self, image: str, probe: Path, nonce: str) -> bool:
+        """By exit code: the log of a container is no safe channel (docker-py#2575)."""
         with _infrastructure("a container could not be run"):
-            output: bytes = self._client.containers.run(
-                image,
-                ["cat", "/probe/nonce"],
-                entrypoint=[],
-                mounts=[Mount("/probe", str(probe), type="bind", read_only=True)],
-                network_mode="none",
-                remove=True,
-            )
-            return output.decode(errors="replace").strip()
+            try:
+                self._client.containers.run(
+                    image,
+                    ["grep", "-qx", nonce, "/probe/nonce"],
+                    entrypoint=[],
+                    mounts=[Mount("/probe", str(probe), type="bind", read_only=True)],
+                    network_mode="none",
+                    remove=True,
+                )
+            except ContainerError:
+                return False
+            except APIError as error:
+                if "bind source path does not exist" in str(error):
+                    return False
+                raise
+        return True
 
     def start(self, launch: Launch) -> Running:
         with _infrastructure("the container could not be created"):
@@ -135,7 +143,8 @@ def _infrastructure(what: str) -> Iterator[None]:
     except ImageNotFound as error:
         raise InfrastructureError(f"{what}: its image is gone", "Run again: it will be built again.") from error
     except (DockerException, requests.RequestException) as error:
-        raise InfrastructureError(f"{what}: {error}", "See the log of the Docker daemon.") from error
+        said = error.explanation if isinstance(error, APIError) else error
+        raise InfrastructureError(f"{what}: {said}", "See the log of the Docker daemon.") from error
 
 
 def _settings(launch: Launch) -> dict[str, Any]:
@@ -159,10 +168,8 @@ def _settings(launch: Launch) -> dict[str, Any]:
         "nano_cpus": int(min(resources.cpus, os.cpu_count() or 1) * 1e9),
         "pids_limit": 4096,
         "shm_size": resources.shm,
-        "log_config": LogConfig(type="local", config={"max-size": "8m", "max-file": "1"}),
-        "device_requests": [docker.types.DeviceRequest(device_ids=list(launch.gpus), capabilities=[["gpu"]])]
-        if launch.gpus
-        else [],
+        "log_config": LogConfig(type="local", config={"max-size": "8m", "max-file": "1", "compress": "false"}),
+        "device_requests": [DeviceRequest(device_ids=list(launch.gpus), capabilities=[["gpu"]])] if launch.gpus else [],
     }
 
 
@@ -251,7 +258,7 @@ class _DockerRunning:
             self._container.remove(force=True, v=True)
 
 
-def _keep_heads(stream: Iterator[tuple[bytes | None, bytes | None]], folder: Path) -> None:
+def _keep_heads(stream: CancellableStream[tuple[bytes | None, bytes | None]], folder: Path) -> None:
     """Write the first MAX_OUTPUT bytes of either stream, and read on: a full pipe would stop the cell."""
     left = [MAX_OUTPUT, MAX_OUTPUT]
     broken = (DockerException, requests.RequestException, OSError, ValueError)
@@ -265,3 +272,5 @@ def _keep_heads(stream: Iterator[tuple[bytes | None, bytes | None]], folder: Pat
                 if chunk and left[index]:
                     file.write(chunk[: left[index]])
                     left[index] = max(0, left[index] - len(chunk))
+    with contextlib.suppress(*broken):
+        stream.close()
