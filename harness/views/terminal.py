@@ -136,7 +136,7 @@ class Progress:
     console: Console
     total: int = 0
     _running: dict[str, tuple[float, str]] = field(default_factory=dict)
-    _done: int = 0
+    _done: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
@@ -165,8 +165,8 @@ class Progress:
     def ended(self, name: str, record: Record | None) -> None:
         with self._lock:
             since, _ = self._running.pop(name, (time.monotonic(), ""))
-            self._done += 1
-            left = self.total - self._done
+            self._done.add(name)
+            left = self.total - len(self._done)
         said = f"{record.status} {record.reason or ''}" if record else "interrupted"
         passed = sum(check.status is Status.PASS for check in record.checks) if record else 0
         checks = f" {passed}/{len(record.checks)}" if record else ""
@@ -177,5 +177,5 @@ class Progress:
         with self._lock:
             for name, (since, doing) in self._running.items():
                 table.add_row(Text(name), Text(doing), f"{time.monotonic() - since:.0f} s")
-            table.add_row(Text(f"{self._done} of {self.total} done", "dim"))
+            table.add_row(Text(f"{len(self._done)} of {self.total} done", "dim"))
         return table
