@@ -248,6 +248,9 @@ class Engine:
             raise ImageNotFound(tag)
         return SimpleNamespace(id=f"sha256:{tag}", attrs={"Size": 7})
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def info(self) -> dict[str, str]:
         return {"DockerRootDir": str(self.root)}
 

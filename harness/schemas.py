@@ -1,0 +1,43 @@
+"""JSON Schemas of every file the project reads or writes, generated from the models that validate them.
+
+`python -m harness.schemas` writes docs/schemas/; a test says whether they are current.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from harness.events import Done, Event
+from harness.expectations import ExpectationsFile
+from harness.records import Record
+from harness.run import PlanFile
+from harness.spec import MatrixSpec
+
+FOLDER = Path("docs/schemas")
+
+MODELS = {
+    "matrix.toml": MatrixSpec,
+    "expectations.toml": ExpectationsFile,
+    "event": Event,
+    "done": Done,
+    "plan": PlanFile,
+    "record": Record,
+}
+
+
+def schemas() -> dict[str, str]:
+    """File name → JSON text."""
+    return {f"{name}.schema.json": _text(TypeAdapter(model).json_schema(by_alias=True)) for name, model in MODELS.items()}
+
+
+def _text(schema: object) -> str:
+    return json.dumps(schema, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, text in schemas().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
