@@ -108,7 +108,7 @@ def run(
     console = terminal.make_console()
     tools = Tools(
         backend=docker_backend.DockerBackend(client),
-        build=lambda image, log: build(image, builder, options, log, lambda _line: None),
+        build=lambda image, log, say: build(image, builder, options, log, say),
         options=options,
         progress=terminal.Progress(console),
         engine=f"docker {client.version()['Version']}",

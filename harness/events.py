@@ -15,12 +15,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 MAX_LINE = 64 << 10  # bytes
 MAX_FILE = 64 << 20  # bytes
 
+_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours and cursor movements of terminals
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def clean(text: str) -> str:
     """Text from a container without control characters (newline and tab stay): safe for a terminal."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", _SEQUENCE.sub("", text))
 
 
 Text = Annotated[str, AfterValidator(clean), Field(max_length=4_096)]

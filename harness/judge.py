@@ -208,6 +208,7 @@ def signal_name(number: int) -> str:
 
 
 _ADVICE = {
+    "build": "`vllm-matrix logs CELL` shows the builder's last lines; all of them are in the run's folder, in images/.",
     "collect": "The scenario file does not import; `vllm-matrix show CELL` has the traceback.",
     "corrupt-evidence": "Something other than the rig wrote into events.jsonl; see the file in the attempt's folder.",
     "deadline": "Raise `timeout` of the scenario in matrix.toml, or use --timeout-multiplier on a slow machine.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import shutil
 import threading
@@ -59,12 +60,16 @@ class PlanFile(BaseModel):
     cells: tuple[PlannedEntry, ...]
 
 
+# image, its log, what to do with each line of the builder → what was built; raises BuildError
+Build = Callable[[Image, Path, Callable[[str], None]], BuiltImage]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tools:
     """What a run touches the world with."""
 
     backend: Backend
-    build: Callable[[Image, Path], BuiltImage]  # image, log → what was built; raises BuildError
+    build: Build
     options: BuildOptions
     progress: Progress
     engine: str
@@ -107,9 +112,10 @@ def execute(project: Project, plan: Sequence[Planned], tools: Tools) -> Outcome:
     try:
         models.generate(context.models)
         done = _take_over(plan, context)
-        built, failed = _build(project, plan, tools, folder)
-        done |= _missed(plan, failed, context, tools.backend.name)
-        _run(project, plan, built, done, context, tools)
+        with tools.progress.shown():
+            built, failed = _build(project, plan, tools, folder)
+            done |= _missed(plan, failed, context, tools.backend.name)
+            _run(project, plan, built, done, context, tools)
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -171,10 +177,10 @@ def _take_over(plan: Sequence[Planned], context: Context) -> dict[str, Record]:
 
 def _build(
     project: Project, plan: Sequence[Planned], tools: Tools, folder: Path
-) -> tuple[dict[tuple[str, str], BuiltImage], dict[tuple[str, str], BuildError]]:
+) -> tuple[dict[tuple[str, str], ImageRef], dict[tuple[str, str], BuildError]]:
     """Build what the cells to run need. A failed build stops no other target."""
     wanted = images_for(project, [p.cell for p in plan if p.action == "run"], tools.options)
-    built: dict[tuple[str, str], BuiltImage] = {}
+    built: dict[tuple[str, str], ImageRef] = {}
     failed: dict[tuple[str, str], BuildError] = {}
     for pair, image in wanted.items():
         try:
@@ -185,14 +191,16 @@ def _build(
     return built, failed
 
 
-def _build_one(image: Image, tools: Tools, folder: Path) -> BuiltImage:
+def _build_one(image: Image, tools: Tools, folder: Path) -> ImageRef:
     log = folder / "images" / f"{image.target}-{image.device}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     tools.progress.say(f"build  {image.tag}, log in {log}")
-    result = tools.build(image, log)
+    with tools.progress.doing(image.tag) as say:
+        result = tools.build(image, log, say)
     how = "was there" if result.cached else f"built in {result.seconds:.0f} s"
     tools.progress.say(f"image  {image.tag} {how}, {result.bytes / 1e9:.2f} GB")
-    return result
+    lock = hashlib.sha256(image.lock.read_bytes()).hexdigest()
+    return ImageRef(tag=result.tag, id=result.id, lock_sha256=lock)
 
 
 def _missed(
@@ -210,7 +218,7 @@ def _missed(
 def _run(
     project: Project,
     plan: Sequence[Planned],
-    built: Mapping[tuple[str, str], BuiltImage],
+    built: Mapping[tuple[str, str], ImageRef],
     done: Mapping[str, Record],
     context: Context,
     tools: Tools,
@@ -227,18 +235,17 @@ def _run(
         return _attempt(planned, number, image, context, tools, stop)
 
     capacity = Capacity(cpus=context.host.cpus, memory=context.host.memory - ENGINE_OVERHEAD)
-    with tools.progress.shown():
-        run_all(queue, done, with_retries(attempt, project.spec.run.infra_retries), capacity, stop)
+    run_all(queue, done, with_retries(attempt, project.spec.run.infra_retries), capacity, stop)
 
 
 def _attempt(
-    planned: Planned, number: int, image: BuiltImage, context: Context, tools: Tools, stop: threading.Event
+    planned: Planned, number: int, image: ImageRef, context: Context, tools: Tools, stop: threading.Event
 ) -> Record:
     name, progress = planned.cell.id, tools.progress
     job = Job(
         planned=planned,
         number=number,
-        image=ImageRef(tag=image.tag, id=image.id),
+        image=image,
         reference=find_reference(context, planned.cell),
     )
     progress.started(name)

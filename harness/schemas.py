@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -18,19 +19,19 @@ from harness.spec import MatrixSpec
 
 FOLDER = Path("docs/schemas")
 
-MODELS = {
-    "matrix.toml": MatrixSpec,
-    "expectations.toml": ExpectationsFile,
-    "event": Event,
-    "done": Done,
-    "plan": PlanFile,
-    "record": Record,
+ADAPTERS: dict[str, TypeAdapter[Any]] = {
+    "matrix.toml": TypeAdapter(MatrixSpec),
+    "expectations.toml": TypeAdapter(ExpectationsFile),
+    "event": TypeAdapter(Event),
+    "done": TypeAdapter(Done),
+    "plan": TypeAdapter(PlanFile),
+    "record": TypeAdapter(Record),
 }
 
 
 def schemas() -> dict[str, str]:
     """File name → JSON text."""
-    return {f"{name}.schema.json": _text(TypeAdapter(model).json_schema(by_alias=True)) for name, model in MODELS.items()}
+    return {f"{name}.schema.json": _text(adapter.json_schema(by_alias=True)) for name, adapter in ADAPTERS.items()}
 
 
 def _text(schema: object) -> str:

@@ -20,14 +20,12 @@ from harness.images import BuiltImage, Image
 from harness.matrix import Square
 from harness.project import Project, build_options, load_project, make_plan
 from harness.records import ExitState, records_of
-from harness.run import Outcome, Tools, execute
+from harness.run import Build, Outcome, Tools, execute
 from harness.status import Status
 from harness.views.terminal import Progress
 from tests import scripted
 from tests.conftest import SPEC
 from tests.scripted import RefusingBackend, Script, ScriptedBackend
-
-Build = Callable[[Image, Path], BuiltImage]
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     return load_project(tmp_path / "matrix.toml")
 
 
-def builds(image: Image, log: Path) -> BuiltImage:
+def builds(image: Image, log: Path, say: Callable[[str], None]) -> BuiltImage:
     return BuiltImage(tag=image.tag, id="sha256:0", bytes=1, seconds=0.1, cached=False)
 
 
@@ -172,10 +170,10 @@ def test_a_miss_that_stays_is_infrastructure_and_never_red(project: Project) -> 
 
 
 def test_a_failed_build_costs_only_its_own_target(project: Project) -> None:
-    def breaks(image: Image, log: Path) -> BuiltImage:
+    def breaks(image: Image, log: Path, say: Callable[[str], None]) -> BuiltImage:
         if image.target == "vllm-0.8.5":
             raise BuildError("exit code 1", "see the log", log_tail="E: hash mismatch")
-        return builds(image, log)
+        return builds(image, log, say)
 
     outcome = go(project, ScriptedBackend(scripted.passes), breaks)
     statuses = {square.cell.target: square.status for square in outcome.matrix.squares}
@@ -186,10 +184,10 @@ def test_a_failed_build_costs_only_its_own_target(project: Project) -> None:
 
 
 def test_red_outranks_a_failed_build(project: Project) -> None:
-    def breaks(image: Image, log: Path) -> BuiltImage:
+    def breaks(image: Image, log: Path, say: Callable[[str], None]) -> BuiltImage:
         if image.target == "vllm-0.8.5":
             raise BuildError("exit code 1")
-        return builds(image, log)
+        return builds(image, log, say)
 
     assert go(project, ScriptedBackend(scripted.signal_9), breaks).exit_code == 1
 
@@ -241,7 +239,7 @@ def test_an_interrupt_leaves_records_and_not_run(project: Project) -> None:
 
 
 def test_a_run_in_which_nothing_ran_is_not_green(project: Project) -> None:
-    def breaks(image: Image, log: Path) -> BuiltImage:
+    def breaks(image: Image, log: Path, say: Callable[[str], None]) -> BuiltImage:
         raise BuildError("exit code 1")
 
     outcome = go(project, ScriptedBackend(scripted.passes), breaks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from rich.live import Live as RichLive
 from rich.table import Table
 from rich.text import Text
 
+from harness.events import clean
 from harness.matrix import JudgedCheck, Matrix, Square
 from harness.plan import Planned
 from harness.records import Record
@@ -150,6 +151,22 @@ class Progress:
     def say(self, line: str) -> None:
         self.console.print(Text(line), soft_wrap=True)
 
+    @contextmanager
+    def doing(self, name: str) -> Iterator[Callable[[str], None]]:
+        """Show that something other than a cell goes on; the function given takes its latest line."""
+        begin = time.monotonic()
+
+        def say(line: str) -> None:
+            with self._lock:
+                self._running[name] = (begin, clean(line)[:120])
+
+        say("")
+        try:
+            yield say
+        finally:
+            with self._lock:
+                self._running.pop(name, None)
+
     def started(self, name: str) -> None:
         with self._lock:
             self._running[name] = (time.monotonic(), "starting")
@@ -177,5 +194,5 @@ class Progress:
         with self._lock:
             for name, (since, doing) in self._running.items():
                 table.add_row(Text(name), Text(doing), f"{time.monotonic() - since:.0f} s")
-            table.add_row(Text(f"{len(self._done)} of {self.total} done", "dim"))
+            table.add_row(Text(f"{len(self._done)} of {self.total} cells done", "dim"))
         return table
