@@ -1,0 +1,98 @@
+"""An exception as data: the ``error`` of ``end`` and ``collect_error`` events."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rig.events import TEXT_CHARS, cut_middle
+from rig.outcomes import OracleError
+
+TRACEBACK_CHARS = 16_000
+FRAMES = 60
+NAME_CHARS = 200
+
+RIG = Path(__file__).resolve().parent
+SUITE = RIG.parent
+STDLIB = Path(sysconfig.get_paths()["stdlib"]).resolve()
+
+# The machinery between the runner and a check says nothing about the check.
+_RUNNER = {"site": ("_pytest/", "pluggy/", "xdist/", "execnet/"), "rig": ("plugin.py",), "suite": (), "python": ()}
+
+
+def describe(exc: BaseException) -> dict[str, Any]:
+    """``exc`` as the contract's ``error``: type, bases, message, reason, frames, traceback, all capped."""
+    bases = [base.__name__[:NAME_CHARS] for base in type(exc).__mro__[1:] if base is not object]
+    return {
+        "type": type(exc).__name__[:NAME_CHARS],
+        "bases": bases[:20],
+        "message": cut_middle(_message(exc), TEXT_CHARS),
+        "reason": exc.reason if isinstance(exc, OracleError) else None,
+        "frames": _frames(exc),
+        "traceback": cut_middle(_traceback(exc), TRACEBACK_CHARS),
+    }
+
+
+def _message(exc: BaseException) -> str:
+    if isinstance(exc, SyntaxError):  # str() leaves the line itself out
+        return "".join(traceback.format_exception_only(type(exc), exc)).strip()
+    try:
+        return str(exc)
+    except Exception as err:  # a __str__ may raise anything
+        return f"<str() raised {type(err).__name__}>"
+
+
+def _traceback(exc: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(type(exc), exc, _below_runner(exc.__traceback__)))
+    except Exception as err:
+        return f"<format_exception raised {type(err).__name__}>"
+
+
+def _frames(exc: BaseException) -> list[dict[str, Any]]:
+    frames = []
+    for frame, line in traceback.walk_tb(exc.__traceback__):
+        where, file = locate(frame.f_code.co_filename)
+        if not _is_runner(where, file):
+            function = frame.f_code.co_name[:NAME_CHARS]
+            frames.append({"where": where, "file": file[-NAME_CHARS:], "line": line or 0, "function": function})
+    if len(frames) > FRAMES:  # the outermost name the check, the innermost the cause
+        frames = frames[: FRAMES // 3] + frames[-(FRAMES - FRAMES // 3) :]
+    return frames
+
+
+def _below_runner(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` without the runner's frames on top, unless there are no others."""
+    below = trace
+    while below is not None and _is_runner(*locate(below.tb_frame.f_code.co_filename)):
+        below = below.tb_next
+    return below or trace
+
+
+def _is_runner(where: str, file: str) -> bool:
+    return file.startswith(_RUNNER[where])
+
+
+def locate(filename: str) -> tuple[str, str]:
+    """(where, short path) of a code file: ``rig``, ``suite``, ``python`` or, for all else, ``site``.
+
+    The suite wins over everything, wherever it is mounted; ``site`` is the rest on purpose: an editable checkout of
+    vLLM is an installed package too.
+    """
+    if filename.startswith("<"):
+        return "python", filename
+    path = Path(filename)
+    real = path.resolve()
+    for where, root in (("rig", RIG), ("suite", SUITE)):
+        if root in real.parents:
+            return where, real.relative_to(root).as_posix()
+    for folder in ("site-packages", "dist-packages"):  # of the path as it is: installers may link files into a cache
+        if folder in path.parts:
+            last = len(path.parts) - 1 - path.parts[::-1].index(folder)
+            return "site", "/".join(path.parts[last + 1 :])
+    if STDLIB in real.parents:
+        return "python", real.relative_to(STDLIB).as_posix()
+    return "site", "/".join(path.parts[-4:])

@@ -1,0 +1,2 @@
+class TokensPrompt:
+    prompt_token_ids: list
