@@ -153,6 +153,8 @@ def classify(error: ErrorInfo) -> tuple[Status, str | None]:
     """
     if _is_device_oom(error):
         return Status.OOM, "device"
+    if error.type.endswith("EngineDeadError"):  # V1's front end survives its engine's process, and says only that
+        return Status.CRASH, "engine-died"
     origin = error.frames[-1].where if error.frames else "python"
     if "AssertionError" in (error.type.rpartition(".")[2], *error.bases) and origin in ("suite", "rig"):
         return Status.FAIL, None
@@ -214,6 +216,7 @@ _ADVICE = {
     "deadline": "Raise `timeout` of the scenario in matrix.toml, or use --timeout-multiplier on a slow machine.",
     "device": "The device's memory was full; see which check, and what else used the device.",
     "engine-of-containers": "The daemon refused or lost the container; its words are in the reason, more in its log.",
+    "engine-died": "The process of the engine died; `vllm-matrix logs CELL` shows its last output.",
     "hang": "Nothing was heard within `silence` seconds; `vllm-matrix logs CELL` shows the last output.",
     "host": "The cell's memory limit was reached; raise `memory` of the scenario in matrix.toml if that is legitimate.",
     "no-checks": "Give the scenario file at least one test function.",

@@ -55,6 +55,9 @@ ROWS: dict[str, tuple[bytes, ExitState, Done | None, Status, str]] = {
         raised(kind="AssertionError", where=("suite", "python")), CLEAN, DONE, Status.ERROR, "",
     ),
     "device out of memory": (raised(kind="torch.OutOfMemoryError"), CLEAN, DONE, Status.OOM, "device"),
+    "the engine's process died": (
+        raised(kind="EngineDeadError", where=("suite", "rig", "site")), CLEAN, DONE, Status.CRASH, "engine-died",
+    ),
     "not available": (
         HELLO + PLAN + A + START_B + event_line("end", check="b", outcome="na", seconds=0.1, reason="no wake_up"),
         CLEAN, DONE, Status.PASS, "",
