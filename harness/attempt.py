@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from harness.job import Context, Job, cell_json, container_name, launch
 from harness.judge import Evidence
 from harness.plan import Planned
 from harness.recorder import make_record
-from harness.records import ExitState, ImageRef, Record, attempt_folder, write_atomic, write_record
+from harness.records import ExitState, ImageRef, Record, attempt_folder, next_attempt, write_atomic, write_record
+from harness.stop import Stop
 from harness.tail import Live, Tail
 
 GRACE = 20.0  # seconds between SIGTERM and SIGKILL: the rig sweeps its process tree in between
@@ -30,18 +31,20 @@ class InterruptedAttempt(Exception):  # noqa: N818 - no error of anybody's: the 
 Watch = Callable[[Live], None]
 
 
-def run_attempt(job: Job, context: Context, backend: Backend, watch: Watch, stop: threading.Event) -> Record:
+def run_attempt(job: Job, context: Context, backend: Backend, watch: Watch, stop: Stop) -> Record:
     """Run it to its end, whatever that is, and write its record.
 
     Raises InterruptedAttempt when `stop` is set meanwhile; the container is gone then.
     """
+    if stop.asked:
+        raise InterruptedAttempt
     folder = attempt_folder(context.results, context.run, job.cell.id, job.number)
     _prepare(folder, job)
     started = datetime.now(UTC)
     infra, state = "", ExitState(started=False)
     try:
         running = backend.start(_launch(folder, job, context))
-        state = _watch(running, job.cell, Tail(folder / "out"), watch, stop)
+        state = _watch(running, job.cell, Tail(folder / "out", job.cell.ranks), watch, stop)
     except InfrastructureError as error:
         infra = f"engine-of-containers: {error.message}"
     evidence = _evidence(folder / "out", state, infra)
@@ -72,7 +75,7 @@ def _launch(folder: Path, job: Job, context: Context) -> Launch:
     )
 
 
-def _watch(running: Running, cell: Cell, tail: Tail, watch: Watch, stop: threading.Event) -> ExitState:
+def _watch(running: Running, cell: Cell, tail: Tail, watch: Watch, stop: Stop) -> ExitState:
     """Wait for the end, or bring it about: a deadline, the user's stop."""
     begin = heard = time.monotonic()
     spoke, killed, interrupted = 0, "", False
@@ -84,14 +87,22 @@ def _watch(running: Running, cell: Cell, tail: Tail, watch: Watch, stop: threadi
             if live.spoke > spoke:
                 spoke, heard = live.spoke, now
             killed = _overdue(cell, now - begin, now - heard)
-            interrupted = stop.is_set()
+            interrupted = stop.asked
         if killed or interrupted:
-            running.stop(GRACE)
+            watch(replace(tail.live, doing="stopping; Ctrl-C kills it" if interrupted else "stopping"))
+            _terminate(running, stop)
     finally:
         state = running.close()
     if interrupted and not killed:
         raise InterruptedAttempt
     return state.model_copy(update={"killed": killed, "last_mark": tail.read().mark})
+
+
+def _terminate(running: Running, stop: Stop) -> None:
+    running.terminate()
+    end = time.monotonic() + GRACE
+    while not (stop.at_once or running.ended(0.5) or time.monotonic() > end):
+        pass
 
 
 def _overdue(cell: Cell, elapsed: float, silent: float) -> str:
@@ -107,10 +118,11 @@ def _evidence(out: Path, state: ExitState, infra: str) -> Evidence:
 
 def missed(planned: Planned, context: Context, backend: str, reason: str, log: str) -> Record:
     """The record of a cell that could not be tried at all, as when its image did not build."""
-    folder = attempt_folder(context.results, context.run, planned.cell.id, 1)
+    number = next_attempt(context.results, context.run, planned.cell.id)
+    folder = attempt_folder(context.results, context.run, planned.cell.id, number)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stderr.log").write_text(log, encoding="utf-8")
-    job = Job(planned=planned, number=1, image=ImageRef(tag="", id=""), reference=None)
+    job = Job(planned=planned, number=number, image=ImageRef(tag="", id=""), reference=None)
     record = make_record(job, context, backend, datetime.now(UTC), Evidence(infra=reason))
     write_record(folder, record)
     return record

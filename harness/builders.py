@@ -23,7 +23,7 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"no space left on device",
         "the disk is full",
-        "Make room where Docker keeps its images (`docker system df` says what takes it).",
+        "Make room where images are kept (`docker system df` says what takes it), or environments (`uv cache dir`).",
     ),
     (
         r"certificate verify failed|invalid peer certificate|self.signed certificate",

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -19,20 +18,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from harness import __version__, models
-from harness.backends import docker as docker_backend
-from harness.backends.base import Launch
 from harness.cells import Selection, matches
-from harness.errors import InfrastructureError, MatrixError, NothingSelectedError
+from harness.errors import ConfigurationError, InfrastructureError, MatrixError, NothingSelectedError
 from harness.events import clean
-from harness.images import build, find_builder
-from harness.job import launch
+from harness.images import BuildOptions
 from harness.matrix import Square
 from harness.plan import Planned, not_runnable
 from harness.project import Project, build_options, load_project, make_plan
-from harness.records import Record, attempt_folder, runs_of
-from harness.run import Tools, execute, load_matrix
+from harness.records import runs_of
+from harness.relaunch import again, evidence, record_of
+from harness.resume import backend_of, rest_of
+from harness.run import execute, load_matrix
 from harness.views import terminal
 from harness.views.jsonview import plan_document
+from harness.workplace import Choice, choose, open_tools
 
 app = typer.Typer(
     help="One scenario suite against many vLLM versions, each in its own container.",
@@ -48,6 +47,7 @@ Devices = Annotated[list[str] | None, typer.Option("--device", help="cpu or cuda
 Scenarios = Annotated[list[str] | None, typer.Option("--scenario", help="Glob on the scenario; repeatable.")]
 Profile = Annotated[str | None, typer.Option("--profile", help="A profile of matrix.toml; default: run.profile.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Reuse no earlier record.")]
+BackendOption = Annotated[Choice, typer.Option(help="auto: docker, or local where there is no Docker.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 CellArgument = Annotated[str, typer.Argument(help="A cell id, or a glob that selects one cell of the run.")]
 RunOption = Annotated[str | None, typer.Option("--run", help="A run's name or folder; default: the newest.")]
@@ -98,26 +98,45 @@ def run(
     base: Annotated[str | None, typer.Option(help="Base image instead of matrix.toml's.")] = None,
     index_url: Annotated[str | None, typer.Option(help="Package index for the builds.")] = None,
     timeout_multiplier: Annotated[float, typer.Option(min=0.01, help="Stretches every deadline.")] = 1.0,
+    backend: BackendOption = Choice.AUTO,
+    resume: Annotated[str | None, typer.Option(help="Go on with an interrupted run: its name or folder.")] = None,
     config: Config = None,
 ) -> None:
     """Plan, build what is missing, run every cell in its container, judge, print and write the table."""
     project = load_project(config)
     options = build_options(project, base, index_url)
-    plan = make_plan(project, _selection(select, target, device, scenario), profile, fresh, options)
-    client, builder = docker_backend.connect(), find_builder(os.environ)
+    selection = _selection(select, target, device, scenario)
     console = terminal.make_console()
-    tools = Tools(
-        backend=docker_backend.DockerBackend(client),
-        build=lambda image, log, say: build(image, builder, options, log, say),
-        options=options,
-        progress=terminal.Progress(console),
-        engine=f"docker {client.version()['Version']}",
-    )
-    outcome = execute(project, tuple(_stretched(p, timeout_multiplier) for p in plan), tools)
-    console.print(terminal.report(outcome.matrix))
-    console.print(f"table: {outcome.folder / 'matrix.md'}", highlight=False, soft_wrap=True)
-    console.print(f"       {outcome.folder / 'matrix.json'}", highlight=False, soft_wrap=True)
+    resumed = _run_folder(project, resume) if resume else None
+    if resumed is None:
+        where = _choose(backend)
+        plan = make_plan(project, selection, profile, fresh, options, where)
+    else:
+        if selection != Selection() or profile or fresh:
+            raise ConfigurationError("--resume takes its cells from the run", "Leave out selectors and --fresh.")
+        where, plan = _rest(project, resumed, options, backend)
+    tools = open_tools(where, project, options, console)
+    with tools.stop.on_signals():
+        outcome = execute(project, tuple(_stretched(p, timeout_multiplier) for p in plan), tools, resumed)
+        console.print(terminal.report(outcome.matrix))
+        console.print(f"table: {outcome.folder / 'matrix.md'}", highlight=False, soft_wrap=True)
+        console.print(f"       {outcome.folder / 'matrix.json'}", highlight=False, soft_wrap=True)
+        console.print(f"page:  {outcome.folder / 'matrix.html'}", highlight=False, soft_wrap=True)
     raise typer.Exit(outcome.exit_code)
+
+
+def _rest(project: Project, folder: Path, options: BuildOptions, backend: Choice) -> tuple[str, tuple[Planned, ...]]:
+    where = backend_of(folder) if backend is Choice.AUTO else str(backend)
+    rest = rest_of(project, folder, options, where)
+    typer.echo(str(rest))
+    return where, rest.plan
+
+
+def _choose(asked: Choice) -> str:
+    where, sentence = choose(asked)
+    if sentence:
+        typer.echo(sentence, err=True)  # `plan --json` goes to stdout
+    return where
 
 
 def _stretched(planned: Planned, multiplier: float) -> Planned:
@@ -139,11 +158,13 @@ def plan(
     profile: Profile = None,
     fresh: Fresh = False,
     as_json: AsJson = False,
+    backend: BackendOption = Choice.AUTO,
     config: Config = None,
 ) -> None:
     """Print the cells, and why each would run or be reused. Starts nothing."""
     project = load_project(config)
-    planned = make_plan(project, _selection(select, target, device, scenario), profile, fresh, build_options(project))
+    selection, options = _selection(select, target, device, scenario), build_options(project)
+    planned = make_plan(project, selection, profile, fresh, options, _choose(backend))
     if as_json:
         typer.echo(json.dumps(plan_document(planned, not_runnable(project.spec)), indent=1))
         return
@@ -167,7 +188,7 @@ def make_models(
 def show(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
     """Everything about one cell of a run: status, cause, checks, phases, versions, where the evidence lies."""
     project, square = _square(cell, run, config)
-    folder = str(_folder(project, square.record)) if square.record else ""
+    folder = str(evidence(project, square.record)) if square.record else ""
     terminal.make_console().print(terminal.cell_detail(square, folder))
 
 
@@ -175,7 +196,7 @@ def show(cell: CellArgument, run: RunOption = None, config: Config = None) -> No
 def logs(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
     """The head of what the cell's last attempt printed: stdout, then stderr."""
     project, square = _square(cell, run, config)
-    folder = _folder(project, _record(square))
+    folder = evidence(project, record_of(square))
     for name in ("stdout.log", "stderr.log"):
         path = folder / name
         if path.is_file():
@@ -187,39 +208,22 @@ def logs(cell: CellArgument, run: RunOption = None, config: Config = None) -> No
 
 @app.command()
 def repro(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
-    """Print the docker command that runs this cell again, outside of vllm-matrix."""
-    launched = _relaunch(*_square(cell, run, config))
-    typer.echo(f"mkdir -p {shlex.quote(str(launched.folder / 'out' / 'artifacts'))}")
-    typer.echo(shlex.join(docker_backend.command_line(launched)))
+    """Print the command that runs this cell again, outside of vllm-matrix."""
+    made = again(*_square(cell, run, config))
+    typer.echo(shlex.join(["mkdir", "-p", *map(str, made.folders)]))
+    typer.echo(shlex.join(made.words))
 
 
 @app.command()
 def shell(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
-    """A shell in a container like the cell's: image, mounts, environment, limits. `python3 -m rig` is the cell."""
-    launched = _relaunch(*_square(cell, run, config))
-    (launched.folder / "out" / "artifacts").mkdir(parents=True, exist_ok=True)
-    client = shutil.which("docker")
-    if client is None:
-        raise InfrastructureError(
-            "`shell` needs the docker command line client", "Install it: docker.io or docker-cli."
-        )
-    os.execv(client, docker_backend.command_line(launched, interactive=True))  # noqa: S606 - a terminal for the user
-
-
-def _record(square: Square) -> Record:
-    if square.record is None:
-        raise NothingSelectedError(f"{square.cell.id} has no record in this run", "It was never started.")
-    return square.record
-
-
-def _relaunch(project: Project, square: Square) -> Launch:
-    """The cell's launch again, with a copy of what it was handed and a new place for what it leaves."""
-    record = _record(square)
-    if record.image is None:
-        raise NothingSelectedError(f"{record.cell} never had an image", record.reason)
-    scratch = Path(tempfile.mkdtemp(prefix="vllm-matrix-"))
-    shutil.copytree(_folder(project, record) / "in", scratch / "in")
-    return launch(square.cell, record.image.id, scratch, project.suite, models.default_root(), scratch.name, {})
+    """A shell in a container, or an environment, like the cell's. `python3 -m rig` is the cell."""
+    made = again(*_square(cell, run, config), interactive=True)
+    for folder in made.folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    program = shutil.which(made.words[0])
+    if program is None:
+        raise InfrastructureError(f"`shell` needs {made.words[0]} on PATH", "Docker's is in docker.io or docker-cli.")
+    os.execv(program, made.words)  # noqa: S606 - a terminal for the user
 
 
 def _square(pattern: str, run: str | None, config: Path | None) -> tuple[Project, Square]:
@@ -243,7 +247,3 @@ def _run_folder(project: Project, name: str | None) -> Path:
         if (folder / "plan.json").is_file():
             return folder
     raise NothingSelectedError(f"no such run: {name}", f"Runs are folders of {project.results / 'runs'}.")
-
-
-def _folder(project: Project, record: Record) -> Path:
-    return attempt_folder(project.results, record.run, record.cell, record.attempt)

@@ -26,7 +26,7 @@ def copied(dockerfile: Path, context: Path) -> tuple[Path, ...]:
 
 def _sources(dockerfile: Path) -> Iterator[str]:
     """The sources of each COPY. What would bring in files unseen by the tag is refused."""
-    for line in _instructions(_text(dockerfile)):
+    for line in instructions(text_of(dockerfile)):
         keyword, _, rest = line.partition(" ")
         if keyword.upper() == "ADD" or "type=bind" in rest:
             raise ConfigurationError(
@@ -43,13 +43,13 @@ def _sources(dockerfile: Path) -> Iterator[str]:
         yield from words[len(flags) : -1]
 
 
-def _instructions(text: str) -> list[str]:
+def instructions(text: str) -> list[str]:
     """A Dockerfile's instructions, one a line: comments dropped, continued lines joined."""
     kept = "\n".join(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
     return [re.sub(r"\s+", " ", line).strip() for line in re.sub(r"\\[ \t]*\n", " ", kept).splitlines()]
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

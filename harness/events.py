@@ -187,11 +187,15 @@ def read_untrusted(path: Path, limit: int, start: int = 0) -> bytes | None:
         os.close(descriptor)
 
 
+def file_name(rank: int) -> str:
+    return "events.jsonl" if rank == 0 else f"events.rank{rank}.jsonl"
+
+
 def read_events(out: Path) -> tuple[tuple[Event, ...], tuple[str, ...]]:
     """Everything that all ranks left in `/out`, rank by rank in the order written, and what was wrong with it."""
     events: list[Event] = []
     faults: list[str] = []
-    for path in _event_files(out):
+    for rank, path in _event_files(out):
         data = read_untrusted(path, MAX_FILE + 1)
         if data is None:
             faults.append(f"{path.name}: not a regular file")
@@ -200,14 +204,17 @@ def read_events(out: Path) -> tuple[tuple[Event, ...], tuple[str, ...]]:
             faults.append(f"{path.name}: larger than {MAX_FILE >> 20} MiB; the rest was not read")
             data = data[:MAX_FILE]
         some, wrong = parse(data)
-        events.extend(some)
+        events.extend(event for event in some if event.rank == rank)
+        strangers = {event.rank for event in some} - {rank}
+        faults.extend(f"{path.name}: holds events of rank {stranger}" for stranger in sorted(strangers)[:20])
         faults.extend(f"{path.name}, {text}" for text in wrong[:20])
     return tuple(events), tuple(faults)
 
 
-def _event_files(out: Path) -> Iterator[Path]:
-    names = sorted(name for name in _listdir(out) if re.fullmatch(r"events(\.rank\d{1,4})?\.jsonl", name))
-    return (out / name for name in names)
+def _event_files(out: Path) -> Iterator[tuple[int, Path]]:
+    found = (re.fullmatch(r"events(?:\.rank([1-9]\d{0,3}))?\.jsonl", name) for name in _listdir(out))
+    ranks = sorted(int(match[1] or 0) for match in found if match)
+    return ((rank, out / file_name(rank)) for rank in ranks)
 
 
 def _listdir(folder: Path) -> list[str]:

@@ -39,6 +39,7 @@ __all__ = [
     "find_builder",
     "find_image",
     "image_for",
+    "locked",
 ]
 
 REPOSITORY = "vllm-matrix"
@@ -161,7 +162,7 @@ def build(
     Raises BuildError with the last lines of the output, InfrastructureError if the disk is too small.
     """
     started = time.monotonic()
-    with closing(connect()) as client, _locked(image.tag, on_line):
+    with closing(connect()) as client, locked(image.tag, on_line):
         found = find_image(client, image.tag)
         cached = found is not None and not options.no_cache
         if not cached:
@@ -184,7 +185,7 @@ def _build_base(
     log: Path,
     on_line: Callable[[str], None],
 ) -> None:
-    with _locked(image.base_tag, on_line):
+    with locked(image.base_tag, on_line):
         if find_image(client, image.base_tag) is None:
             run_build(builder, _base_arguments(image, options), _environment(options), log, on_line)
 
@@ -254,7 +255,7 @@ def _is_local(client: DockerClient) -> bool:
 
 
 @contextmanager
-def _locked(tag: str, on_line: Callable[[str], None]) -> Iterator[None]:
+def locked(tag: str, on_line: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a tag; it ends with the process, however that ends."""
     folder = platformdirs.user_cache_path(REPOSITORY) / "locks"
     try:

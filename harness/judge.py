@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness import events as ev
 from harness.events import ErrorInfo
@@ -48,7 +48,8 @@ class _Cause:
 
 
 def judge(evidence: Evidence) -> Judgement:
-    """The truth table."""
+    """The truth table. Checks run in one process, which writes as rank 0: no other rank can end one."""
+    evidence = replace(evidence, events=[event for event in evidence.events if event.rank == 0])
     cause = _cause(evidence)
     if not any(isinstance(event, ev.Hello) for event in evidence.events):
         checks: tuple[CheckRecord, ...] = (_without_hello(evidence, cause),)
@@ -111,7 +112,7 @@ def _check(
     name: str, end: ev.End | None, down: ev.Down | None, started: bool, evidence: Evidence, cause: _Cause | None
 ) -> CheckRecord:
     if end is not None:
-        return _ended(end)
+        return _ended(end, evidence)
     if down is not None:
         return _died(name, down, evidence)
     if cause is None:
@@ -120,10 +121,12 @@ def _check(
     return CheckRecord(id=name, status=cause.status, reason=reason)
 
 
-def _ended(end: ev.End) -> CheckRecord:
+def _ended(end: ev.End, evidence: Evidence) -> CheckRecord:
     if end.outcome == "raised":
         if end.error is None:
             return CheckRecord(id=end.check, status=Status.ERROR, reason="corrupt-evidence: raised, but not what")
+        if end.error.reason == _RANK_DIED and evidence.exit.oom_killed:
+            return CheckRecord(id=end.check, status=Status.OOM, reason="host: killed for memory", error=end.error)
         return _raised(end.check, end.error, seconds=end.seconds)
     status = {"passed": Status.PASS, "na": Status.NA, "skipped": Status.SKIP}[end.outcome]
     return CheckRecord(id=end.check, status=status, reason=end.reason, seconds=end.seconds)
@@ -157,7 +160,7 @@ def classify(error: ErrorInfo) -> tuple[Status, str | None]:
         return Status.CRASH, "engine-died"
     origin = error.frames[-1].where if error.frames else "python"
     if "AssertionError" in (error.type.rpartition(".")[2], *error.bases) and origin in ("suite", "rig"):
-        return Status.FAIL, None
+        return Status.CRASH if error.reason == _RANK_DIED else Status.FAIL, None
     if any(frame.where == "rig" and frame.file in _ADAPTER_FILES for frame in error.frames):
         return Status.FAIL, None
     if error.type in _NAME_ERRORS and re.search(r"\bvllm\b", error.message):
@@ -165,6 +168,7 @@ def classify(error: ErrorInfo) -> tuple[Status, str | None]:
     return Status.ERROR, None
 
 
+_RANK_DIED = "rank-died"  # the launcher's word; the checks themselves run on
 _ADAPTER_FILES = frozenset({"engine.py"})
 _NAME_ERRORS = frozenset({"AttributeError", "ImportError", "ModuleNotFoundError"})
 
@@ -223,5 +227,7 @@ _ADVICE = {
     "no-evidence": "Not one event was written; `vllm-matrix logs CELL` shows what the container printed, "
     "`vllm-matrix shell CELL` opens the same one.",
     "no-done": "The rig was cut short; `vllm-matrix logs CELL` shows the last output.",
+    "rank-died": "A rank's process died; the message has every rank's last mark, `vllm-matrix logs CELL` what it "
+    "printed.",
     "signal": "`vllm-matrix logs CELL` ends with the last output before the signal.",
 }

@@ -7,18 +7,19 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from harness import __version__, models
 from harness.cells import Cell, Selection
+from harness.environments import environment_of
 from harness.errors import ConfigurationError
 from harness.expectations import Expectation, load_expectations
 from harness.images import BuildOptions, Image, ca_bundle, image_for
 from harness.plan import Facts, Planned, cell_facts, choose, decide, expand
-from harness.records import SCHEMA, Host, Revision, history
+from harness.records import SCHEMA, Host, Record, Revision, history
 from harness.spec import CONFIG_NAME, MatrixSpec, load_spec
 
 SUITE_SYNTAX = (3, 10)  # the oldest Python a target may bring
@@ -94,10 +95,20 @@ def build_options(project: Project, base: str | None = None, index_url: str | No
     )
 
 
-def images_for(project: Project, cells: Iterable[Cell], options: BuildOptions) -> dict[tuple[str, str], Image]:
-    """The image of each target and device among the cells. Raises ConfigurationError for a missing file."""
+def images_for(
+    project: Project, cells: Iterable[Cell], options: BuildOptions, backend: str
+) -> dict[tuple[str, str], Image]:
+    """The image, or for `local` the environment, of each target and device among the cells.
+
+    Raises ConfigurationError for a missing file, and for a Dockerfile that cannot be followed without Docker.
+    """
     pairs = dict.fromkeys((cell.target, cell.device) for cell in cells)
-    return {pair: _image(project, *pair, options) for pair in pairs}
+    images = {pair: _image(project, *pair, options) for pair in pairs}
+    if backend != "local":
+        return images
+    return {
+        pair: environment_of(image, project.spec.targets[pair[0]].python, options) for pair, image in images.items()
+    }
 
 
 def _image(project: Project, target: str, device: str, options: BuildOptions) -> Image:
@@ -111,27 +122,45 @@ def _image(project: Project, target: str, device: str, options: BuildOptions) ->
 
 
 def make_plan(
-    project: Project, selection: Selection, profile: str | None, fresh: bool, options: BuildOptions
+    project: Project,
+    selection: Selection,
+    profile: str | None,
+    fresh: bool,
+    options: BuildOptions,
+    backend: str = "docker",
 ) -> tuple[Planned, ...]:
     """Choose the cells and decide about each. Reads files, starts nothing."""
     chosen = choose(project.spec, project.cells, selection, profile)
+    earlier = history(project.results, datetime.now(UTC) - project.max_age)
+    return plan_cells(project, chosen, options, backend, earlier, fresh)
+
+
+def plan_cells(
+    project: Project,
+    chosen: Sequence[tuple[Cell, bool]],
+    options: BuildOptions,
+    backend: str,
+    earlier: Mapping[str, Sequence[Record]],
+    fresh: bool,
+) -> tuple[Planned, ...]:
+    """Decide about each of the chosen cells, by the files as they are now and by earlier records."""
     cells = [cell for cell, _ in chosen]
-    images = images_for(project, cells, options)
-    now = datetime.now(UTC)
+    images = images_for(project, cells, options, backend)
     return decide(
         chosen,
-        facts={cell.id: _facts(project, cell, images[cell.target, cell.device]) for cell in cells},
-        earlier=history(project.results, now - project.max_age),
-        now=now,
+        facts={cell.id: _facts(project, cell, images[cell.target, cell.device], backend) for cell in cells},
+        earlier=earlier,
+        now=datetime.now(UTC),
         max_age=project.max_age,
         fresh=fresh,
     )
 
 
-def _facts(project: Project, cell: Cell, image: Image) -> Facts:
+def _facts(project: Project, cell: Cell, image: Image, backend: str) -> Facts:
     return cell_facts(
         cell,
         {
+            "backend": backend,
             "image": image.tag,
             "suite": suite_sha256(project.suite, cell.file),
             "models": models.digest(),

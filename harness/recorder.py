@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,7 +44,7 @@ def make_record(job: Job, context: Context, backend: str, started: datetime, evi
         advice=judgement.advice,
         checks=judgement.checks,
         metrics=tuple(
-            MetricRecord(name=event.name, value=event.value, unit=event.unit, check=event.check)
+            MetricRecord(name=_named(event), value=event.value, unit=event.unit, check=event.check)
             for event in evidence.events
             if isinstance(event, ev.Metric)
         ),
@@ -60,22 +61,27 @@ def make_record(job: Job, context: Context, backend: str, started: datetime, evi
     )
 
 
+def _named(event: ev.Metric | ev.Property) -> str:
+    """What other ranks than 0 said bears their number: `rank1.engine.kv_blocks`."""
+    return f"rank{event.rank}.{event.name}" if event.rank else event.name
+
+
 def _properties(evidence: Evidence) -> dict[str, PropertyValue | tuple[PropertyValue, ...]]:
     """Facts by name; those of one check are named `check.name`."""
     return {
-        f"{event.check}.{event.name}" if event.check else event.name: event.value
+        f"{event.check}.{_named(event)}" if event.check else _named(event): event.value
         for event in evidence.events
         if isinstance(event, ev.Property)
     }
 
 
 def _phases(evidence: Evidence) -> dict[str, float]:
-    """Seconds by phase, added up where a phase came more than once."""
-    total: dict[str, float] = {}
+    """Seconds by phase, added up where a phase came more than once; the slowest of ranks that ran side by side."""
+    total: defaultdict[tuple[str, int], float] = defaultdict(float)
     for event in evidence.events:
         if isinstance(event, ev.Phase) and event.seconds is not None:
-            total[event.name] = total.get(event.name, 0.0) + event.seconds
-    return total
+            total[event.name, event.rank] += event.seconds
+    return {name: max(seconds for (other, _), seconds in total.items() if other == name) for name, _ in total}
 
 
 # axis → the property of the rig that tells it

@@ -143,6 +143,13 @@ def attempt_folder(results: Path, run: str, cell_id: str, attempt: int) -> Path:
     return results / "runs" / run / "cells" / slug(cell_id) / f"attempt-{attempt}"
 
 
+def next_attempt(results: Path, run: str, cell_id: str) -> int:
+    """The number after the highest that has a folder: an attempt that was cut short keeps its own."""
+    cell = attempt_folder(results, run, cell_id, 1).parent
+    numbers = [int(path.name.removeprefix("attempt-")) for path in cell.glob("attempt-*")]
+    return max(numbers, default=0) + 1
+
+
 def runs_of(results: Path) -> tuple[Path, ...]:
     """Run folders, the newest first: their names begin with the UTC time."""
     folder = results / "runs"

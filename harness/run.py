@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import shutil
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from filelock import FileLock, Timeout
 
 from harness import models
 from harness.attempt import missed, run_attempt
@@ -23,41 +22,29 @@ from harness.images import BuildOptions, BuiltImage, Image
 from harness.job import Context, Job
 from harness.matrix import Matrix, build_matrix
 from harness.plan import Planned, not_runnable
+from harness.planfile import read_plan, write_plan
 from harness.project import Project, host, images_for, owner, revision
 from harness.recorder import artifact
-from harness.records import ImageRef, Record, attempt_folder, records_of, write_atomic, write_record
+from harness.records import (
+    ImageRef,
+    Record,
+    attempt_folder,
+    next_attempt,
+    records_of,
+    write_atomic,
+    write_record,
+)
 from harness.scheduler import Capacity, run_all, with_retries
 from harness.status import Status
+from harness.stop import Stop
+from harness.views.html import html
 from harness.views.jsonview import to_json
 from harness.views.markdown import markdown
+from harness.views.material import gather
 from harness.views.terminal import Progress
 
 REFERENCE = "reference.json"
 ENGINE_OVERHEAD = 2 << 30  # bytes of the host's memory that cells leave alone
-
-
-class PlannedEntry(BaseModel):
-    """One cell in plan.json."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    cell: Cell
-    digest: str
-    action: Literal["run", "reuse"]
-    reason: str
-    selected: bool
-
-
-class PlanFile(BaseModel):
-    """plan.json: written before anything runs, so that every planned cell ends in exactly one state."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
-    run: str
-    created: datetime
-    not_runnable: tuple[str, ...] = ()
-    cells: tuple[PlannedEntry, ...]
 
 
 # image, its log, what to do with each line of the builder → what was built; raises BuildError
@@ -73,6 +60,7 @@ class Tools:
     options: BuildOptions
     progress: Progress
     engine: str
+    stop: Stop = field(default_factory=Stop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,32 +89,56 @@ def new_run(now: datetime) -> str:
     return f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
 
 
-def execute(project: Project, plan: Sequence[Planned], tools: Tools) -> Outcome:
-    """Carry a plan out. Every planned cell has a record afterwards, or is NOTRUN; the Matrix is written."""
-    run = new_run(datetime.now(UTC))
-    folder = project.results / "runs" / run
-    context = _context(project, run, tools.engine)
-    write_plan(folder, run, plan, not_runnable(project.spec))
+def execute(project: Project, plan: Sequence[Planned], tools: Tools, resumed: Path | None = None) -> Outcome:
+    """Carry a plan out. Every planned cell has a record afterwards, or is NOTRUN; the Matrix is written.
+
+    `resumed` is the folder of a run to go on with, and `plan` what is left of it.
+    """
+    folder = resumed or project.results / "runs" / new_run(datetime.now(UTC))
+    context = _context(project, folder.name, tools.engine)
     interrupted = False
     failed: dict[tuple[str, str], BuildError] = {}
-    try:
-        models.generate(context.models)
-        done = _take_over(plan, context)
-        with tools.progress.shown():
-            built, failed = _build(project, plan, tools, folder)
-            done |= _missed(plan, failed, context, tools.backend.name)
-            _run(project, plan, built, done, context, tools)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        matrix = load_matrix(project, folder)
-        write_views(folder, matrix)
+    with _held(folder):
+        if resumed is None:
+            write_plan(folder, folder.name, plan, not_runnable(project.spec))
+        try:
+            models.generate(context.models)
+            done = finished(folder) if resumed else _take_over(plan, context)
+            with tools.progress.shown():
+                built, failed = _build(project, plan, tools, folder)
+                done |= _missed(plan, failed, context, tools.backend.name)
+                _run(project, plan, built, done, context, tools)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            matrix = load_matrix(project, folder)
+            write_views(folder, matrix, project.suite)
     return Outcome(
         folder=folder,
         matrix=matrix,
         failed_builds=tuple(f"{target}@{device}" for target, device in failed),
         interrupted=interrupted,
     )
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Ours alone, until this process ends in whatever way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ConfigurationError(f"run {folder.name} is still going on", "Wait for its end.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def finished(folder: Path) -> dict[str, Record]:
+    """The records of a run that need no further attempt, by cell id."""
+    return {name: record for name, record in records_of(folder).items() if record.status is not Status.MISS}
 
 
 def _context(project: Project, run: str, engine: str) -> Context:
@@ -139,24 +151,6 @@ def _context(project: Project, run: str, engine: str) -> Context:
         host=host(engine),
         owner=owner(),
     )
-
-
-def write_plan(folder: Path, run: str, plan: Sequence[Planned], idle: Sequence[str]) -> None:
-    entries = tuple(
-        PlannedEntry(cell=p.cell, digest=p.digest, action=p.action, reason=p.reason, selected=p.selected) for p in plan
-    )
-    document = PlanFile(run=run, created=datetime.now(UTC), not_runnable=tuple(idle), cells=entries)
-    write_atomic(folder / "plan.json", document.model_dump_json(by_alias=True, indent=1) + "\n")
-
-
-def read_plan(folder: Path) -> PlanFile:
-    """Raises ConfigurationError where the folder holds no run."""
-    try:
-        return TypeAdapter(PlanFile).validate_json((folder / "plan.json").read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ConfigurationError(
-            f"{folder} holds no run that can be read", "plan.json is missing or broken."
-        ) from error
 
 
 def _take_over(plan: Sequence[Planned], context: Context) -> dict[str, Record]:
@@ -179,7 +173,7 @@ def _build(
     project: Project, plan: Sequence[Planned], tools: Tools, folder: Path
 ) -> tuple[dict[tuple[str, str], ImageRef], dict[tuple[str, str], BuildError]]:
     """Build what the cells to run need. A failed build stops no other target."""
-    wanted = images_for(project, [p.cell for p in plan if p.action == "run"], tools.options)
+    wanted = images_for(project, [p.cell for p in plan if p.action == "run"], tools.options, tools.backend.name)
     built: dict[tuple[str, str], ImageRef] = {}
     failed: dict[tuple[str, str], BuildError] = {}
     for pair, image in wanted.items():
@@ -228,30 +222,27 @@ def _run(
         return
     tools.backend.check(project.results, next(iter(built.values())).id)
     tools.progress.total = len(queue)
-    stop = threading.Event()
 
-    def attempt(planned: Planned, number: int) -> Record:
+    def attempt(planned: Planned) -> Record:
         image = built[planned.cell.target, planned.cell.device]
-        return _attempt(planned, number, image, context, tools, stop)
+        return _attempt(planned, image, context, tools)
 
     capacity = Capacity(cpus=context.host.cpus, memory=context.host.memory - ENGINE_OVERHEAD)
-    run_all(queue, done, with_retries(attempt, project.spec.run.infra_retries), capacity, stop)
+    run_all(queue, done, with_retries(attempt, project.spec.run.infra_retries, tools.stop), capacity, tools.stop)
 
 
-def _attempt(
-    planned: Planned, number: int, image: ImageRef, context: Context, tools: Tools, stop: threading.Event
-) -> Record:
+def _attempt(planned: Planned, image: ImageRef, context: Context, tools: Tools) -> Record:
     name, progress = planned.cell.id, tools.progress
     job = Job(
         planned=planned,
-        number=number,
+        number=next_attempt(context.results, context.run, name),
         image=image,
         reference=find_reference(context, planned.cell),
     )
     progress.started(name)
     record = None
     try:
-        record = run_attempt(job, context, tools.backend, lambda live: progress.update(name, live), stop)
+        record = run_attempt(job, context, tools.backend, lambda live: progress.update(name, live), tools.stop)
     finally:
         progress.ended(name, record)
     return record
@@ -281,6 +272,8 @@ def load_matrix(project: Project, folder: Path) -> Matrix:
     )
 
 
-def write_views(folder: Path, matrix: Matrix) -> None:
+def write_views(folder: Path, matrix: Matrix, suite: Path) -> None:
+    """The page comes last: a fault in it must not cost the other two."""
     write_atomic(folder / "matrix.json", to_json(matrix))
     write_atomic(folder / "matrix.md", markdown(matrix))
+    write_atomic(folder / "matrix.html", html(matrix, gather(matrix, folder, suite), datetime.now(UTC)))

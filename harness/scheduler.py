@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from harness.cells import Cell, Resources
 from harness.plan import Planned
 from harness.records import Record
 from harness.status import Status
+from harness.stop import Stop
 
-Attempt = Callable[[Planned, int], Record]
+Attempt = Callable[[Planned], Record]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def run_all(
     finished: Mapping[str, Record],
     attempt: Attempt,
     capacity: Capacity,
-    stop: threading.Event,
+    stop: Stop,
 ) -> dict[str, Record]:
     """Run every cell of the queue to a record; cells interrupted by `stop` have none. `finished`: reused records.
 
@@ -59,7 +59,7 @@ class _Run:
         done: dict[str, Record],
         attempt: Attempt,
         capacity: Capacity,
-        stop: threading.Event,
+        stop: Stop,
     ) -> None:
         self._queue = queue
         self._done = done
@@ -75,7 +75,8 @@ class _Run:
                     self._start(pool)
                     self._collect()
             except BaseException:
-                self._stop.set()
+                if not self._stop.asked:  # a second time would mean, at once
+                    self._stop.ask()
                 raise
         return self._done
 
@@ -83,14 +84,14 @@ class _Run:
         blocked = {cell.id for cell in self._running.values()}
         for planned in order(self._queue, self._done):
             busy = [cell.resources for cell in self._running.values()]
-            if self._stop.is_set() or planned.cell.reference in blocked:
+            if self._stop.asked or planned.cell.reference in blocked:
                 continue
             if self._capacity.holds(busy, planned.cell.resources):
                 self._queue.remove(planned)
-                self._running[pool.submit(self._attempt, planned, 1)] = planned.cell
+                self._running[pool.submit(self._attempt, planned)] = planned.cell
 
     def _collect(self) -> None:
-        if self._stop.is_set():
+        if self._stop.asked:
             self._queue.clear()
         finished, _ = wait(self._running, timeout=1.0, return_when=FIRST_COMPLETED)
         for future in finished:
@@ -101,13 +102,14 @@ class _Run:
                 continue
 
 
-def with_retries(attempt: Attempt, retries: int) -> Attempt:
-    """The same attempt, tried again while it ends in MISS and retries are left."""
+def with_retries(attempt: Attempt, retries: int, stop: Stop) -> Attempt:
+    """The same attempt, tried again while it ends in MISS, retries are left and nobody wants to stop."""
 
-    def retrying(planned: Planned, number: int) -> Record:
-        record = attempt(planned, number)
-        if record.status is Status.MISS and number <= retries:
-            return retrying(planned, number + 1)
-        return record
+    def retrying(planned: Planned) -> Record:
+        for _ in range(retries):
+            record = attempt(planned)
+            if record.status is not Status.MISS or stop.asked:
+                return record
+        return attempt(planned)
 
     return retrying

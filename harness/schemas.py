@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from harness.events import Done, Event
 from harness.expectations import ExpectationsFile
+from harness.planfile import PlanFile
 from harness.records import Record
-from harness.run import PlanFile
 from harness.spec import MatrixSpec
 
 FOLDER = Path("docs/schemas")

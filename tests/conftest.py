@@ -40,9 +40,9 @@ select = ["*"]
 """
 
 
-def event_line(kind: str, seq: int = 0, **fields: Any) -> bytes:
-    common = {"schema": 1, "seq": seq, "pid": 7, "rank": 0, "mono_ns": 1, "utc": "2026-11-30T00:00:00Z", "type": kind}
-    return (json.dumps({**common, **fields}) + "\n").encode()
+def event_line(kind: str, seq: int = 0, rank: int = 0, **fields: Any) -> bytes:
+    common = {"schema": 1, "seq": seq, "pid": 7, "rank": rank, "mono_ns": 1, "utc": "2026-11-30T00:00:00Z"}
+    return (json.dumps({**common, "type": kind, **fields}) + "\n").encode()
 
 
 def error(kind: str = "RuntimeError", message: str = "boom", where: tuple[str, ...] = ("suite",), **more: Any) -> Any:

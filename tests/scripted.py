@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.backends.base import Launch
 from harness.errors import InfrastructureError
+from harness.events import file_name
 from harness.records import ExitState
 from tests.conftest import event_line
 
@@ -19,7 +20,7 @@ Script = Callable[[Launch, threading.Event], ExitState]
 
 
 class ScriptedBackend:
-    """Runs `script(launch, stopped)` in a thread; `stopped` is set by `stop`."""
+    """Runs `script(launch, stopped)` in a thread; `stopped` is set by SIGTERM. `close` waits for no script."""
 
     name = "scripted"
 
@@ -52,17 +53,16 @@ class ScriptedRunning:
         self._thread.join(min(seconds, 0.02))
         return not self._thread.is_alive()
 
-    def stop(self, grace: float) -> None:
+    def terminate(self) -> None:
         self._stopped.set()
-        self._thread.join(grace)
 
     def close(self) -> ExitState:
         self._backend.alive -= 1
-        return self._state
+        return KILLED if self._thread.is_alive() else self._state
 
 
-def write_events(launch: Launch, *lines: bytes) -> None:
-    with (launch.folder / "out" / "events.jsonl").open("ab") as file:
+def write_events(launch: Launch, *lines: bytes, rank: int = 0) -> None:
+    with (launch.folder / "out" / file_name(rank)).open("ab") as file:
         for line in lines:
             file.write(line)
 
@@ -103,6 +103,24 @@ def sleeps(launch: Launch, stopped: threading.Event) -> ExitState:
     write_events(launch, HELLO, event_line("plan", checks=["a"]), event_line("start", check="a"))
     write_events(launch, event_line("mark", name="barrier", n=3, state="enter"))
     stopped.wait()
+    return KILLED
+
+
+def ranks_sleep(launch: Launch, stopped: threading.Event) -> ExitState:
+    """Two ranks, of which the second does not come to the barrier."""
+    waits = event_line("mark", name="barrier", n=3, state="enter")
+    write_events(launch, HELLO, event_line("plan", checks=["a"]), event_line("start", check="a"), waits)
+    for rank, seconds in ((0, 1.0), (1, 2.5)):
+        write_events(launch, event_line("phase", rank=rank, name="init", state="end", seconds=seconds), rank=rank)
+        write_events(launch, event_line("property", rank=rank, name="blocks", value=64 - rank), rank=rank)
+    write_events(launch, event_line("mark", rank=1, name="generate", n=2, state="enter"), rank=1)
+    stopped.wait()
+    return KILLED
+
+
+def deaf(launch: Launch, stopped: threading.Event) -> ExitState:
+    """Sleeps, whatever it is told."""
+    threading.Event().wait()
     return KILLED
 
 

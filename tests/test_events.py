@@ -71,6 +71,16 @@ def test_links_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
     assert ev.read_done(out) is None
 
 
+def test_ranks_come_in_their_order_and_each_speaks_for_itself(tmp_path: Path) -> None:
+    for rank in (0, 2, 10):
+        (tmp_path / ev.file_name(rank)).write_bytes(event_line("start", rank=rank, check="a"))
+    (tmp_path / ev.file_name(3)).write_bytes(event_line("start", rank=0, check="forged"))
+    (tmp_path / "events.rank00.jsonl").write_bytes(GOOD)
+    events, faults = ev.read_events(tmp_path)
+    assert [event.rank for event in events] == [0, 2, 10]
+    assert faults == ("events.rank3.jsonl: holds events of rank 0",)
+
+
 def test_a_huge_file_is_read_to_its_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ev, "MAX_FILE", 10 * len(GOOD))
     (tmp_path / "events.jsonl").write_bytes(GOOD * 20)

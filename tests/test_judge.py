@@ -62,6 +62,15 @@ ROWS: dict[str, tuple[bytes, ExitState, Done | None, Status, str]] = {
         HELLO + PLAN + A + START_B + event_line("end", check="b", outcome="na", seconds=0.1, reason="no wake_up"),
         CLEAN, DONE, Status.PASS, "",
     ),
+    "another rank cannot end a check": (
+        HELLO + PLAN + A + event_line("end", rank=1, check="b", outcome="passed", seconds=1.0), CLEAN, DONE, Status.ERROR, "not-run",
+    ),
+    "a rank died": (raised(kind="OracleError", reason="rank-died", where=("suite", "rig")), CLEAN, DONE, Status.CRASH, "rank-died"),
+    "a rank was killed for memory": (
+        raised(kind="OracleError", reason="rank-died", where=("suite", "rig")),
+        ended(exit_code=0, oom_killed=True), DONE, Status.OOM, "host",
+    ),
+    "a rank hangs": (raised(kind="OracleError", reason="hang", where=("suite", "rig")), CLEAN, DONE, Status.FAIL, "hang"),
     "a check is missing": (HELLO + PLAN + A, CLEAN, DONE, Status.ERROR, "not-run"),
     # the process of the checks died, the runner lived
     "killed by signal 9": (

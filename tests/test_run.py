@@ -20,8 +20,10 @@ from harness.images import BuiltImage, Image
 from harness.matrix import Square
 from harness.project import Project, build_options, load_project, make_plan
 from harness.records import ExitState, records_of
+from harness.resume import backend_of, rest_of
 from harness.run import Build, Outcome, Tools, execute
 from harness.status import Status
+from harness.stop import Stop
 from harness.views.terminal import Progress
 from tests import scripted
 from tests.conftest import SPEC
@@ -58,15 +60,19 @@ def go(
     select: Selection | None = None,
     deadlines: Deadlines | None = None,
     fresh: bool = False,
+    resumed: Path | None = None,
+    stop: Stop | None = None,
 ) -> Outcome:
     options = build_options(project)
-    plan = make_plan(project, select or Selection(), None, fresh, options)
+    if resumed:
+        plan = rest_of(project, resumed, options, backend_of(resumed)).plan
+    else:
+        plan = make_plan(project, select or Selection(), None, fresh, options)
     if deadlines:
         plan = tuple(replace(p, cell=replace(p.cell, deadlines=deadlines)) for p in plan)
     progress = Progress(Console(quiet=True))
-    return execute(
-        project, plan, Tools(backend=backend, build=build, options=options, progress=progress, engine="none")
-    )
+    tools = Tools(backend=backend, build=build, options=options, progress=progress, engine="none", stop=stop or Stop())
+    return execute(project, plan, tools, resumed)
 
 
 def squares(outcome: Outcome) -> dict[str, Square]:
@@ -142,6 +148,43 @@ def test_one_that_sleeps_for_ever_ends_in_timeout_with_its_last_mark(project: Pr
         assert square.status == Status.TIMEOUT
         assert square.record.reason == "hang: no event within the deadline; last mark: barrier 3 enter"
     assert backend.alive == 0
+
+
+def test_a_hang_of_ranks_keeps_what_each_did_last(project: Project) -> None:
+    path = project.root / "matrix.toml"
+    path.write_text(path.read_text().replace("[scenarios.cold_start]", "[scenarios.cold_start]\nranks = 2"))
+    outcome = go(
+        load_project(path),
+        ScriptedBackend(scripts(cold_start=scripted.ranks_sleep)),
+        deadlines=Deadlines(total=60, silence=0.2),
+        select=Selection(scenarios=["cold_start"]),
+    )
+    record = outcome.matrix.squares[0].record
+    assert record is not None
+    assert record.exit is not None
+    assert record.exit.last_mark == "rank 0: barrier 3 enter; rank 1: generate 2 enter"
+    assert (record.reason or "").endswith(f"last mark: {record.exit.last_mark}")
+    assert (record.properties["blocks"], record.properties["rank1.blocks"]) == (64, 63)
+    assert record.phases["init"] == 2.5  # side by side, not one after the other
+
+
+def test_a_rank_that_gets_on_keeps_its_cell_alive(project: Project) -> None:
+    """Ranks that wait are silent; only when the last one falls silent has the cell stopped."""
+    path = project.root / "matrix.toml"
+    path.write_text(path.read_text().replace("[scenarios.cold_start]", "[scenarios.cold_start]\nranks = 2"))
+
+    def works_on(launch: Launch, stopped: threading.Event) -> ExitState:
+        for n in range(30):
+            scripted.write_events(launch, scripted.event_line("mark", rank=1, name="generate", n=n), rank=1)
+            if stopped.wait(0.02):
+                return scripted.KILLED
+        return scripted.passes(launch, stopped)
+
+    select = Selection(targets=["vllm-0.8.5"], scenarios=["cold_start"])
+    outcome = go(
+        load_project(path), ScriptedBackend(works_on), deadlines=Deadlines(total=60, silence=0.3), select=select
+    )
+    assert {square.status for square in outcome.matrix.squares} == {Status.PASS}
 
 
 def test_its_total_time_ends_a_cell_that_goes_on_talking(project: Project) -> None:

@@ -14,9 +14,38 @@ COMMAND = ("python3", "-m", "rig")
 MAX_OUTPUT = 8 << 20  # bytes kept of each of stdout and stderr: the head
 
 
+# Without USER and HOME vLLM 0.10.0 fails in getpwuid under a foreign uid; everything else keeps caches in one place,
+# which can be thrown away, and traffic off the network.
+def environment(*, tmp: str, suite: str, inputs: str, out: str, models: str) -> dict[str, str]:
+    """The variables of a cell, wherever it runs: where its folders are, and what keeps it to them."""
+    return {
+        "PYTHONPATH": suite,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HOME": tmp,
+        "USER": "matrix",
+        "LOGNAME": "matrix",
+        "XDG_CACHE_HOME": f"{tmp}/cache",
+        "TRITON_CACHE_DIR": f"{tmp}/cache/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{tmp}/cache/inductor",
+        "VLLM_CACHE_ROOT": f"{tmp}/cache/vllm",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VLLM_MATRIX_IN": inputs,
+        "VLLM_MATRIX_OUT": out,
+        "VLLM_MATRIX_MODELS": models,
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One attempt, ready to start. `folder` holds `in/` and `out/`; `image` is an image ID, never a tag."""
+    """One attempt, ready to start. `folder` holds `in/` and `out/`.
+
+    `image` is an image ID, never a tag; where there are no images, the name of an environment.
+    """
 
     name: str
     image: str
@@ -35,11 +64,11 @@ class Running(Protocol):
     def ended(self, seconds: float) -> bool:
         """Wait at most `seconds`; whether it has ended."""
 
-    def stop(self, grace: float) -> None:
-        """SIGTERM, and SIGKILL after `grace` seconds."""
+    def terminate(self) -> None:
+        """SIGTERM to its first process; returns at once."""
 
     def close(self) -> ExitState:
-        """How it ended; afterwards nothing of it is left."""
+        """How it ended, by SIGKILL if need be; afterwards nothing of it is left, or `error` says what is."""
 
 
 class Backend(Protocol):

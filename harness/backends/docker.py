@@ -14,39 +14,19 @@ from typing import Any
 
 import requests
 from docker.client import DockerClient
-from docker.errors import APIError, ContainerError, DockerException, ImageNotFound, NotFound
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.models.containers import Container
 from docker.types import CancellableStream, DeviceRequest, LogConfig, Mount
 
-from harness.backends.base import COMMAND, MAX_OUTPUT, Launch, Running
+from harness.backends.base import COMMAND, MAX_OUTPUT, Launch, Running, environment
 from harness.errors import DockerMissingError, InfrastructureError
 from harness.records import ExitState
 
 _INSTALL = "Install it (Debian, Ubuntu: `apt-get install docker.io`) and start its daemon, then run again."
 _TMP = "/tmp"  # noqa: S108 - a path inside the container
 
-# Without USER and HOME vLLM 0.10.0 fails in getpwuid under a foreign uid; everything else keeps caches off the
-# read-only root and traffic off the network that is not there.
-ENVIRONMENT = {
-    "PYTHONPATH": "/suite",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONUNBUFFERED": "1",
-    "HOME": _TMP,
-    "USER": "matrix",
-    "LOGNAME": "matrix",
-    "XDG_CACHE_HOME": f"{_TMP}/cache",
-    "TRITON_CACHE_DIR": f"{_TMP}/cache/triton",
-    "TORCHINDUCTOR_CACHE_DIR": f"{_TMP}/cache/inductor",
-    "VLLM_CACHE_ROOT": f"{_TMP}/cache/vllm",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_MATRIX_IN": "/in",
-    "VLLM_MATRIX_OUT": "/out",
-    "VLLM_MATRIX_MODELS": "/models",
-}
+ENVIRONMENT = environment(tmp=_TMP, suite="/suite", inputs="/in", out="/out", models="/models")
+_REMOVAL = 15.0  # seconds in which a container has to be gone once it is to go
 
 
 def connect() -> DockerClient:
@@ -105,23 +85,19 @@ class DockerBackend:
 
     def _sees(self, image: str, probe: Path, nonce: str) -> bool:
         """By exit code: the log of a container is no safe channel (docker-py#2575)."""
+        mount = Mount("/probe", str(probe), type="bind", read_only=True)
+        words = ["grep", "-qx", nonce, "/probe/nonce"]
         with _infrastructure("a container could not be run"):
+            container = self._client.containers.create(image, words, entrypoint=[], mounts=[mount], network_mode="none")
             try:
-                self._client.containers.run(
-                    image,
-                    ["grep", "-qx", nonce, "/probe/nonce"],
-                    entrypoint=[],
-                    mounts=[Mount("/probe", str(probe), type="bind", read_only=True)],
-                    network_mode="none",
-                    remove=True,
-                )
-            except ContainerError:
-                return False
+                container.start()
+                return bool(container.wait(timeout=60)["StatusCode"] == 0)
             except APIError as error:
                 if "bind source path does not exist" in str(error):
                     return False
                 raise
-        return True
+            finally:
+                container.remove(force=True, v=True)
 
     def start(self, launch: Launch) -> Running:
         with _infrastructure("the container could not be created"):
@@ -211,6 +187,7 @@ class _DockerRunning:
         self._folder = folder
         self._reader: threading.Thread | None = None
         self._lost = ""
+        self._state: ExitState | None = None
 
     def start(self) -> None:
         stream = self._container.attach(stdout=True, stderr=True, stream=True, demux=True)
@@ -235,16 +212,27 @@ class _DockerRunning:
             self._lost = f"the daemon no longer answers: {error}"
         return bool(self._lost) or self._container.status in ("exited", "dead")
 
-    def stop(self, grace: float) -> None:
+    def terminate(self) -> None:
+        self._signal("SIGTERM")
+
+    def _signal(self, name: str) -> None:
         with contextlib.suppress(DockerException, requests.RequestException):
-            self._container.stop(timeout=int(grace))
+            self._container.kill(name)
 
     def close(self) -> ExitState:
+        if self._state is None:
+            self._state = self._end()
+        return self._state
+
+    def _end(self) -> ExitState:
+        if not self._is_over():
+            self._signal("SIGKILL")
+            self.ended(_REMOVAL)
         state = self._exit_state()
         if self._reader is not None:
             self._reader.join(timeout=10)
-        self.remove()
-        return state
+        left = self.remove()
+        return state.model_copy(update={"error": left}) if left and not state.error else state
 
     def _exit_state(self) -> ExitState:
         if self._lost:
@@ -253,9 +241,18 @@ class _DockerRunning:
         code = state["ExitCode"] if state["Status"] in ("exited", "dead") else None
         return ExitState(started=True, exit_code=code, oom_killed=state["OOMKilled"], error=state["Error"] or "")
 
-    def remove(self) -> None:
-        with contextlib.suppress(NotFound, APIError, requests.RequestException):
-            self._container.remove(force=True, v=True)
+    def remove(self) -> str:
+        """Remove it and see that it is gone; what the daemon says if it is not."""
+        until = time.monotonic() + _REMOVAL
+        while True:
+            try:
+                self._container.remove(force=True, v=True)
+            except NotFound:
+                return ""
+            except (DockerException, requests.RequestException) as error:  # a removal under way already, for one
+                if time.monotonic() >= until:
+                    return f"the container {self._container.name} could not be removed: {error}"
+                time.sleep(0.25)
 
 
 def _keep_heads(stream: CancellableStream[tuple[bytes | None, bytes | None]], folder: Path) -> None:

@@ -36,6 +36,7 @@ def _square(square: Square) -> dict[str, Any]:
             "seconds": round((record.ended - record.started).total_seconds(), 1),
             "reason": record.reason,
             "advice": record.advice,
+            "backend": record.backend,
             "image": record.image.tag if record.image else None,
             "reused_from": record.reused_from,
             "axes": record.axes,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from harness.matrix import Matrix
-from harness.views.text import cause, remarks, square_text, summary
+from harness.views.causes import Cause, causes
+from harness.views.text import square_text, summary
 
 
 def markdown(matrix: Matrix) -> str:
@@ -29,17 +30,17 @@ def _table(matrix: Matrix) -> list[str]:
 
 
 def _remarks(matrix: Matrix) -> list[str]:
-    lines = [
-        f"- **{judged.verdict}** {escape(square.cell.id)} / {escape(judged.check.id)}: "
-        f"{judged.check.status}, {escape(cause(judged))}" + _known(judged.expectation)
-        for square, judged in remarks(matrix)
-    ]
-    return ["", "## Not simply ok", "", *lines] if lines else []
+    lines = [line for cause in causes(matrix.squares) for line in _cause(cause)]
+    return ["", "## Not simply ok, by cause", "", *lines] if lines else []
 
 
-def _known(expectation: object) -> str:
-    reason, link = getattr(expectation, "reason", None), getattr(expectation, "link", None)
-    return (f" ({escape(reason)}" + (f", {link}" if link else "") + ")") if reason else ""
+def _cause(cause: Cause) -> list[str]:
+    known = "".join(f" ({escape(it.reason)}{f', {it.link}' if it.link else ''})" for it in cause.expectations)
+    lines = [f"- **{cause.verdict}**: {escape(cause.title)}{known}"]
+    for affected in cause.affected:
+        checks = ", ".join(escape(judged.check.id) for judged in affected.checks)
+        lines.append(f"  - {affected.status} {escape(affected.square.cell.id)}" + (f": {checks}" if checks else ""))
+    return lines
 
 
 def escape(text: str) -> str:

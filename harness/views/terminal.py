@@ -19,7 +19,8 @@ from harness.plan import Planned
 from harness.records import Record
 from harness.status import Status, Verdict
 from harness.tail import Live
-from harness.views.text import cause, remarks, square_text, summary
+from harness.views.causes import Cause, causes
+from harness.views.text import cause, square_text, summary
 
 STYLE = {
     Verdict.OK: "green",
@@ -61,21 +62,21 @@ def _square(value: object) -> Text:
 
 
 def report(matrix: Matrix) -> RenderableType:
-    """The table, the counts, and a line for every check that is not simply ok."""
+    """The table, the counts, and what is not simply ok by cause."""
     parts: list[RenderableType] = [matrix_table(matrix), Text(summary(matrix))]
-    for square, judged in remarks(matrix):
-        parts.append(_remark(square, judged))
+    parts += [_cause(found) for found in causes(matrix.squares)]
     if matrix.not_runnable:
         parts.append(Text(f"not in the table, for want of a lock: {', '.join(matrix.not_runnable)}", "dim"))
     return Group(*parts)
 
 
-def _remark(square: Square, judged: JudgedCheck) -> Text:
-    text = Text(f"{judged.verdict:>10}  ", STYLE[judged.verdict])
-    text.append(f"{square.cell.id} / {judged.check.id}: {judged.check.status}", "bold")
-    text.append(f" {cause(judged)[:300]}", "default")
-    if judged.expectation:
-        text.append(f"  [{judged.expectation.reason}]", "dim")
+def _cause(found: Cause) -> Text:
+    text = Text(f"{found.verdict:>10}  ", STYLE[found.verdict]).append(found.title[:300], "bold")
+    for expectation in found.expectations:
+        text.append(f"\n{'':12}known: {expectation.reason} {expectation.link or ''}", "dim")
+    for affected in found.affected:
+        checks = ", ".join(judged.check.id for judged in affected.checks)
+        text.append(f"\n{'':12}{affected.status} {affected.square.cell.id}: {checks}", "default")
     return text
 
 
@@ -119,6 +120,7 @@ def _facts(record: Record) -> Table:
         "started": f"{record.started:%Y-%m-%d %H:%M:%S}Z, {seconds:.0f} s, attempt {record.attempt}",
         "reused from": record.reused_from or "",
         "phases": phases,
+        "backend": record.backend,
         "image": f"{record.image.tag} {record.image.id}" if record.image else "",
         "versions": ", ".join(f"{name} {version}" for name, version in sorted(record.distributions.items())),
         **{name: f"{value}" for name, value in record.properties.items()},

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from harness.matrix import JudgedCheck, Matrix, Square
-from harness.status import Verdict
+from harness.status import Status, Verdict
 
 MARK = {
     Verdict.OK: "✔",
@@ -17,11 +16,13 @@ MARK = {
     Verdict.UNKNOWN: "?",
 }
 
+ABSENT = "–"  # NA is expected where probing found it, and never a pass
+
 
 def square_text(square: Square) -> str:
-    """`✘ FAIL 8/9`, `✔ FAIL 8/9 expected`, `✔ PASS 9/9`, `? NOTRUN`."""
+    """`✘ FAIL 8/9`, `✔ FAIL 8/9 expected`, `✔ PASS 9/9`, `– NA 0/13 expected`, `? NOTRUN`."""
     passed, total = square.passed
-    parts = [MARK[square.verdict], square.status]
+    parts = [ABSENT if square.status == Status.NA else MARK[square.verdict], square.status]
     if total:
         parts.append(f"{passed}/{total}")
     if square.verdict not in (Verdict.OK, Verdict.UNKNOWN):
@@ -30,6 +31,8 @@ def square_text(square: Square) -> str:
         parts.append("STALE")
     if square.record and square.record.attempt > 1:
         parts.append(f"attempt {square.record.attempt}")
+    if square.record and square.record.backend == "local":
+        parts.append("local")  # no container: its limits and its isolation were not there
     return " ".join(parts)
 
 
@@ -38,14 +41,6 @@ def summary(matrix: Matrix) -> str:
     counts = Counter(str(square.verdict) for square in matrix.squares)
     cells = f"{len(matrix.squares)} cell{'s' if len(matrix.squares) != 1 else ''}"
     return f"{cells}: " + ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def remarks(matrix: Matrix) -> Iterator[tuple[Square, JudgedCheck]]:
-    """Every check that is not simply ok, in the order of the matrix."""
-    for square in matrix.squares:
-        for judged in square.checks:
-            if judged.verdict is not Verdict.OK:
-                yield square, judged
 
 
 def cause(judged: JudgedCheck) -> str:

@@ -1,0 +1,228 @@
+"""Cells as processes of this host, in environments made by uv: for hosts where Docker is not allowed.
+
+What a container gives and this does not: no limit on memory or CPUs, no closed network, no read-only folders, no
+/dev/shm and no ports of its own. What it does give: an environment that holds nothing of the caller's, a scratch
+folder for home and caches that is gone afterwards, and an end to the last process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from io import RawIOBase
+from pathlib import Path
+from typing import IO
+
+from harness.backends import keeper
+from harness.backends.base import COMMAND, MAX_OUTPUT, Launch, Running, environment
+from harness.errors import InfrastructureError
+from harness.records import ExitState
+
+MARK = "VLLM_MATRIX_ATTEMPT"  # on every process of a cell, and on no other
+TOOLS = ("g++", "gcc")  # what the V1 engine compiles with
+_SOCKET = 107 - len("/") - 36  # bytes for a folder of vLLM's sockets: sun_path, less the uuid that names one
+_KILL = 30.0  # seconds in which a killed cell has to be gone
+
+
+class LocalBackend:
+    """The back end `local`. `root` is the folder of the environments, by whose names cells are launched."""
+
+    name = "local"
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def check(self, scratch: Path, image: str) -> None:  # noqa: ARG002 - it is ours: there is no other side to see it
+        """See that the environment's Python starts, and that its sockets will have names that are short enough."""
+        with _scratch() as folder:
+            if len(os.fsencode(folder)) > _SOCKET:
+                raise InfrastructureError(
+                    f"{folder.parent} is too long a name for a folder of sockets", "Set TMPDIR to a shorter one."
+                )
+            words = [str(_python(self._root, image)), "-c", "import pytest"]
+            try:
+                subprocess.run(words, check=True, capture_output=True, timeout=120, env={}, cwd=folder)
+            except (OSError, subprocess.SubprocessError) as error:
+                raise InfrastructureError(
+                    f"the environment {image} does not work: {error}", f"Remove {self._root / image} and run again."
+                ) from error
+
+    def start(self, launch: Launch) -> Running:
+        python = _python(self._root, launch.image)
+        scratch = Path(tempfile.mkdtemp(prefix="vllm-matrix-"))
+        mark = f"{launch.name}-{uuid.uuid4().hex}"
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", keeper.__file__, str(scratch), str(python), *COMMAND[1:]],
+                env={**variables(launch, self._root, scratch), MARK: mark},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is the harness's: it ends its cells in its own way
+            )
+        except OSError as error:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise InfrastructureError(f"the cell could not be started: {error}", "See `ulimit -a`.") from error
+        return _LocalRunning(process, mark, scratch, launch.folder)
+
+
+def _python(root: Path, image: str) -> Path:
+    python = root / image / "bin" / "python3"
+    if not python.exists():
+        raise InfrastructureError(f"the environment {image} is gone", "Run again: it will be made again.")
+    return python
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="vllm-matrix-") as folder:
+        yield Path(folder)
+
+
+def variables(launch: Launch, root: Path, scratch: Path) -> dict[str, str]:
+    """The whole environment of the cell: the one of a container, with folders of this host, and nothing else."""
+    venv = root / launch.image
+    inside = environment(
+        tmp=str(scratch),
+        suite=str(launch.suite),
+        inputs=str(launch.folder / "in"),
+        out=str(launch.folder / "out"),
+        models=str(launch.models),
+    )
+    return {
+        **inside,
+        "LANG": "C.UTF-8",
+        "PATH": search_path(venv),
+        "VIRTUAL_ENV": str(venv),
+        "TMPDIR": str(scratch),
+        # An empty value hides all devices too, but vLLM 0.10.0 takes it for a worker of Ray and believes in Triton.
+        "CUDA_VISIBLE_DEVICES": ",".join(launch.gpus) or "-1",
+        **launch.environment,
+    }
+
+
+def search_path(venv: Path) -> str:
+    """PATH of a cell: its environment, the compilers wherever they are, and a system's own folders."""
+    found = (shutil.which(tool) for tool in TOOLS)
+    compilers = [str(Path(tool).parent) for tool in found if tool]
+    system = [str(Path(prefix, name)) for prefix in ("/usr/local", "/usr", "/") for name in ("sbin", "bin")]
+    return os.pathsep.join(dict.fromkeys([str(venv / "bin"), *compilers, *system]))
+
+
+def command_line(launch: Launch, root: Path, interactive: bool = False) -> list[str]:
+    """The same process by a command line: what `repro` prints and `shell` runs. Its scratch folder has to be made."""
+    scratch = launch.folder / "tmp"
+    given = variables(launch, root, scratch)
+    if interactive:
+        given["TERM"] = os.environ.get("TERM", "dumb")
+    words = ["env", "-i", f"--chdir={scratch}", *(f"{name}={value}" for name, value in given.items())]
+    return [*words, *(("bash",) if interactive else (str(_python(root, launch.image)), *COMMAND[1:]))]
+
+
+class _LocalRunning:
+    """A keeper with its cell, and the threads that keep the heads of its output."""
+
+    def __init__(self, process: subprocess.Popen[bytes], mark: str, scratch: Path, folder: Path) -> None:
+        self._process = process
+        self._mark = mark
+        self._scratch = scratch
+        self._ooms = _oom_kills()
+        self._state: ExitState | None = None
+        self._readers = [
+            threading.Thread(target=_keep_head, args=(stream, (folder / name).open("wb", buffering=0)), daemon=True)
+            for stream, name in ((process.stdout, "stdout.log"), (process.stderr, "stderr.log"))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def ended(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def close(self) -> ExitState:
+        if self._state is None:
+            self._state = self._end()
+        return self._state
+
+    def _end(self) -> ExitState:
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # the keeper's sign to kill whatever still runs
+        if not self.ended(_KILL):
+            self._process.kill()
+            self._process.wait()
+        left = _sweep(self._mark, time.monotonic() + _KILL)
+        for reader in self._readers:
+            reader.join(timeout=10)
+        shutil.rmtree(self._scratch, ignore_errors=True)  # the keeper's to do, if it lived
+        return self._exit_state(left)
+
+    def _exit_state(self, left: list[int]) -> ExitState:
+        code = self._process.returncode
+        if code < 0:
+            error = f"the keeper of the cell was killed by signal {-code}"
+            return ExitState(started=True, error=error)
+        return ExitState(
+            started=True,
+            exit_code=code,
+            # whose process it was the kernel doesn't say: only where ours was killed as well is it taken for ours
+            oom_killed=code == 128 + signal.SIGKILL and _oom_kills() > self._ooms,
+            error=f"processes that cannot be killed: {', '.join(map(str, left))}" if left else "",
+        )
+
+
+def _keep_head(stream: IO[bytes], file: RawIOBase) -> None:
+    """Write the first MAX_OUTPUT bytes, and read on: a full pipe would stop the cell, and a full disk must not."""
+    left = MAX_OUTPUT
+    with stream, file:
+        while chunk := os.read(stream.fileno(), 1 << 16):
+            try:
+                left -= (file.write(chunk[:left]) or 0) if left else 0
+            except OSError:
+                left = 0
+
+
+def _sweep(mark: str, until: float) -> list[int]:
+    """Kill what carries the mark: only a keeper that was killed itself leaves anything. What is left in the end."""
+    while (left := marked(mark)) and time.monotonic() < until:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return left
+
+
+def marked(mark: str) -> list[int]:
+    """Processes of ours whose environment carries the mark."""
+    wanted = f"{MARK}={mark}".encode()
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and wanted in _environ(entry)]
+
+
+def _environ(entry: Path) -> list[bytes]:
+    try:
+        return (entry / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []  # gone meanwhile, or not ours
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has killed for memory since it started; 0 where it does not count."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

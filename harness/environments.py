@@ -1,0 +1,189 @@
+"""Environments for the back end `local`: what an image holds, made by uv in the user's cache, without a container.
+
+An environment is named by a hash of everything that goes into it, as an image is by its tag. It is made once, in its
+place (an environment cannot be moved), and counts as there when its marker is, which is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import platformdirs
+
+from harness.backends.local import TOOLS, search_path
+from harness.builders import Builder, run_build
+from harness.dockerfiles import digest
+from harness.errors import BuildError, InfrastructureError
+from harness.images import BuildOptions, BuiltImage, Image, locked
+from harness.recipes import VENV, Install, Run, Step, steps
+from harness.records import write_atomic
+
+MARKER = "vllm-matrix.json"
+NEEDED = 8 << 30  # bytes free for one target: its packages, and as much again while they are unpacked
+# As docker/base/install-locked does it, but for the links: a test compares.
+INSTALL = ("--no-config", "--link-mode", "hardlink", "--compile-bytecode", "--require-hashes", "--no-deps")
+
+
+def environments_root() -> Path:
+    return platformdirs.user_cache_path("vllm-matrix") / "environments"
+
+
+def environment_of(image: Image, python: str, options: BuildOptions) -> Image:
+    """The environment that stands for an image: the same files, and a name that follows from them and the Python."""
+    steps(image.dockerfile, options.docker_dir)
+    facts = [image.target, image.device, python, platform.machine()]
+    own = digest(options.docker_dir, [image.dockerfile, *image.inputs], facts)
+    return replace(image, tag=f"{image.target}-{image.device}-{own}", base_tag="")
+
+
+def check_host(find: Callable[[str], str | None] = shutil.which) -> None:
+    """Raises InfrastructureError for the first thing that every environment needs and this host lacks."""
+    for tool in (*TOOLS, "readelf"):
+        if find(tool) is None:
+            raise InfrastructureError(
+                f"cells without a container need {tool}, and it is not on PATH",
+                "Install it (Debian, Ubuntu: `apt-get install g++`), or use Docker.",
+            )
+    load = [sys.executable, "-I", "-c", "import ctypes; ctypes.CDLL('libnuma.so.1')"]
+    if subprocess.run(load, env={}, capture_output=True, timeout=60, check=False).returncode:
+        raise InfrastructureError(
+            "cells without a container need libnuma.so.1, and it cannot be loaded",
+            "Install it (Debian, Ubuntu: `apt-get install libnuma1`), or use Docker.",
+        )
+
+
+def make_environment(
+    image: Image, python: str, options: BuildOptions, root: Path, log: Path, on_line: Callable[[str], None]
+) -> BuiltImage:
+    """See to it that the environment is there. Output goes to `log`, and line by line to `on_line`.
+
+    Two that want the same one make it once: the second waits.
+    Raises BuildError for a missing Python and for a step that fails, InfrastructureError if the disk is too small.
+    """
+    started = time.monotonic()
+    folder = root / image.tag
+    with locked(image.tag, on_line):
+        size = _size_told(folder)
+        cached = size is not None
+        if size is None:
+            _check_space(root)
+            shutil.rmtree(folder, ignore_errors=True)
+            _Maker(folder, options, log, on_line).make(find_python(python), steps(image.dockerfile, options.docker_dir))
+            size = _size(folder)
+            write_atomic(folder / MARKER, json.dumps({"schema": 1, "name": image.tag, "bytes": size}) + "\n")
+    return BuiltImage(tag=image.tag, id=image.tag, bytes=size, seconds=time.monotonic() - started, cached=cached)
+
+
+def _size_told(folder: Path) -> int | None:
+    """What the marker says; None where the environment is unfinished, or its Python is gone."""
+    try:
+        size = int(json.loads((folder / MARKER).read_text(encoding="utf-8"))["bytes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return size if (folder / "bin" / "python3").exists() else None
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+
+
+def _check_space(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(root).free
+    if free < NEEDED:
+        raise InfrastructureError(
+            f"{root} has {free / 1e9:.1f} GB free, and an environment needs {NEEDED / 1e9:.1f} GB",
+            "Make room there, or set XDG_CACHE_HOME to a folder with more.",
+        )
+
+
+def find_python(version: str) -> Path:
+    """An interpreter of this minor version with its headers. Raises BuildError where uv knows none."""
+    hint = (
+        f"Install it (Debian, Ubuntu: `apt-get install python{version}-dev`, anywhere: `uv python install {version}`)."
+    )
+    words = [_uv(), "python", "find", "--no-config", "--no-python-downloads", "--system", version]
+    try:
+        found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"this target needs Python {version}, and it is not here", hint) from error
+    python = Path(found.stdout.strip())
+    code = "import os, sysconfig; os.stat(os.path.join(sysconfig.get_path('include'), 'Python.h'))"
+    if subprocess.run([python, "-I", "-c", code], capture_output=True, timeout=60, check=False).returncode:
+        raise BuildError(f"{python} has no headers (Python.h), and the V1 engine compiles with them", hint)
+    return python
+
+
+def _uv() -> str:
+    from uv import find_uv_bin
+
+    return str(find_uv_bin())
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """One environment in the making."""
+
+    folder: Path
+    options: BuildOptions
+    log: Path
+    on_line: Callable[[str], None]
+
+    def make(self, python: Path, recipe: tuple[Step, ...]) -> None:
+        self._run([_uv(), "venv", "--no-config", "--python", str(python), str(self.folder)], self._for_uv())
+        for step in recipe:
+            if isinstance(step, Install):
+                target = ["--python", str(self.folder), "-r", str(step.lock)]
+                self._run([_uv(), "pip", "install", *INSTALL, *target], self._for_uv())
+            else:
+                self._python(step)
+
+    def _python(self, step: Run) -> None:
+        """A step writes into the file that it is given: never into one that uv's cache shares with others."""
+        arguments = [word for argument in step.arguments for word in self._expanded(argument)]
+        for path in map(Path, arguments):
+            if path.is_relative_to(self.folder) and path.stat().st_nlink > 1:
+                _detach(path)
+        with tempfile.TemporaryDirectory(prefix="vllm-matrix-") as home:
+            given = {"PATH": search_path(self.folder), "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+            # Python looks for modules in its working folder first: it must not be ours
+            self._run(["env", f"--chdir={home}", str(self.folder / "bin" / "python3"), *arguments], given)
+
+    def _expanded(self, argument: str) -> Iterator[str]:
+        inside = argument.removeprefix(f"{VENV}/")
+        if inside == argument:
+            yield argument
+            return
+        found = sorted(map(str, self.folder.glob(inside)))
+        if not found:
+            raise BuildError(f"the environment has no {inside}", f"Its Dockerfile asks for it; see {self.log}.")
+        yield from found
+
+    def _run(self, words: list[str], given: Mapping[str, str]) -> None:
+        run_build(Builder(command=(words[0],)), words[1:], given, self.log, self.on_line)
+
+    def _for_uv(self) -> dict[str, str]:
+        """The user's own settings of uv, proxies and certificates; the index and the bundle as for images."""
+        given = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        if self.options.index_url:
+            given["UV_DEFAULT_INDEX"] = self.options.index_url
+        if self.options.ca_bundle:
+            given["SSL_CERT_FILE"] = str(self.options.ca_bundle)
+        return given
+
+
+def _detach(path: Path) -> None:
+    """Give the file an inode of its own."""
+    own = path.with_name(f".{path.name}.own")
+    shutil.copy2(path, own)
+    own.replace(path)

@@ -1,0 +1,74 @@
+"""Where cells run: in containers of Docker, or, where there is none, as processes of this host."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from enum import StrEnum
+from importlib import metadata
+
+from rich.console import Console
+
+from harness.backends.docker import DockerBackend, connect
+from harness.backends.local import LocalBackend
+from harness.environments import check_host, environments_root, make_environment
+from harness.errors import BuildError, DockerMissingError, InfrastructureError
+from harness.images import BuildOptions, build, find_builder
+from harness.project import Project
+from harness.run import Tools
+from harness.views.terminal import Progress
+
+
+class Choice(StrEnum):
+    """What a user may ask for."""
+
+    AUTO = "auto"
+    DOCKER = "docker"
+    LOCAL = "local"
+
+
+def choose(asked: Choice) -> tuple[str, str]:
+    """The name of the back end, and a sentence if it is another one than a user would expect.
+
+    `auto` is docker, and local only where there is no Docker at all: one that refuses us stays an error, which comes
+    when it is used.
+    """
+    if asked is not Choice.AUTO:
+        return asked, ""
+    try:
+        with closing(connect()):
+            find_builder(os.environ)
+    except DockerMissingError as error:
+        where = "cells run as processes of this host, in environments made by uv, without a container's limits"
+        return Choice.LOCAL, f"{error.message}: {where} (docs/local.md)"
+    except (InfrastructureError, BuildError):
+        pass
+    return Choice.DOCKER, ""
+
+
+def open_tools(backend: str, project: Project, options: BuildOptions, console: Console) -> Tools:
+    """Raises InfrastructureError, or BuildError, for the first thing that is missing."""
+    return (_local if backend == Choice.LOCAL else _docker)(project, options, console)
+
+
+def _docker(_project: Project, options: BuildOptions, console: Console) -> Tools:
+    client, builder = connect(), find_builder(os.environ)
+    return Tools(
+        backend=DockerBackend(client),
+        build=lambda image, log, say: build(image, builder, options, log, say),
+        options=options,
+        progress=Progress(console),
+        engine=f"docker {client.version()['Version']}",
+    )
+
+
+def _local(project: Project, options: BuildOptions, console: Console) -> Tools:
+    check_host()
+    root, targets = environments_root(), project.spec.targets
+    return Tools(
+        backend=LocalBackend(root),
+        build=lambda image, log, say: make_environment(image, targets[image.target].python, options, root, log, say),
+        options=options,
+        progress=Progress(console),
+        engine=f"uv {metadata.version('uv')}",
+    )
