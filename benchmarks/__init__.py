@@ -1,0 +1,1 @@
+"""Measured ratios, never asserted: the machines are noisy."""
