@@ -198,10 +198,18 @@ class _DockerRunning:
     def ended(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
         while not self._is_over():
-            if time.monotonic() >= until:
+            left = until - time.monotonic()
+            if left <= 0:
                 return False
-            time.sleep(min(0.25, seconds))
+            self._pause(min(left, 0.25))
         return True
+
+    def _pause(self, seconds: float) -> None:
+        """The end of its output is the first sign of a container's end; after it the daemon needs a moment."""
+        if self._reader is not None and self._reader.is_alive():
+            self._reader.join(seconds)
+        else:
+            time.sleep(min(seconds, 0.05))
 
     def _is_over(self) -> bool:
         try:
