@@ -1,25 +1,27 @@
 """Does the engine start cold and answer?
 
 Every named batch is generated once, in a fresh engine, and kept as ``reference.json``: what other scenarios of the
-same target, device, model and dtype must give again. A batch that raises is kept as an error and fails nothing here;
-without an answer to plain text and to one image there is no reference, so these two must not raise.
+same target, device, model and dtype must give again. The same for the second weight set, in a process of its own:
+what an engine must answer once it was given these weights. A batch that raises is kept as an error and fails nothing
+here; without an answer to plain text and to one image there is no reference, so these two must not raise.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rig import oracles
-from rig.batches import BATCHES, Batch, batches_for
+from rig import cold, oracles
+from rig.batches import BATCHES, batches_for
 from rig.cell import Cell
 from rig.engine import Engine
 from rig.events import Events
 from rig.fixtures import Engines
 from rig.outcomes import NotAvailable, OracleError
-from rig.reference import answered, dump_reference, raised
+from rig.reference import answered, dump_reference
 
 _kept: dict[str, dict[str, Any]] = {}
 
@@ -52,18 +54,19 @@ def test_answers(name: str, engine: Engine, processor: Any, config: dict[str, An
 def test_records(engines: Engines, cell: Cell, processor: Any, config: dict[str, Any], events: Events) -> None:
     for batch in batches_for("vision_config" in config):
         if batch.name not in _kept:
-            _kept[batch.name] = _try(batch, engines.get(cell), processor, events)
-    events.artifact("reference.json", dump_reference(cell, _kept))
+            _kept[batch.name] = cold.attempt(batch, engines.get(cell), processor)
+    events.artifact("reference.json", dump_reference(cell, {"w1": _kept}))
     answers = [name for name, entry in _kept.items() if "outputs" in entry]
     if "text" not in answers:
         raise OracleError("no-answer", f"answered: {answers}")
 
 
-def _try(batch: Batch, engine: Engine, processor: Any, events: Events) -> dict[str, Any]:
-    try:
-        outputs = engine.generate(batch.requests(processor), batch.sampling)
-    except Exception as exc:  # whatever it is, it is what a cold start does with this batch
-        events.property(f"batch.{batch.name}.raised", f"{type(exc).__name__}: {exc}"[:500])
-        return raised(exc)
-    oracles.counts(outputs, len(batch.prompts), batch.n)
-    return answered(outputs)
+@pytest.mark.usefixtures("engine")  # without one there is nothing to ask
+def test_second_weights(engines: Engines, cell: Cell, events: Events, tmp_path: Path) -> None:
+    """Last: it ends the engine, so that two never share a device's memory."""
+    engines.close()
+    second = cold.elsewhere("w2", tmp_path)
+    events.artifact("reference.json", dump_reference(cell, {"w1": _kept, "w2": second}))
+    answers = [name for name, entry in second.items() if "outputs" in entry]
+    if "text" not in answers:
+        raise OracleError("no-answer", f"answered: {answers}")

@@ -95,6 +95,8 @@ def _ask(question: str, *pictures: tuple[int, int, int]) -> Prompt:
 
 
 _TEXTS = ("What is two plus two?", "Name a colour.", "Write one line about the sea, then stop.")
+# Eight of them are longer than a block of any KV cache (128 tokens with IPEX, else 16), and shared by all prompts.
+_STORY = "A boat left the harbour at noon and came back at night. "
 _ONE = _ask("What is in the picture?", (112, 84, 0))
 _TWO = _ask("Which picture is darker?", (56, 84, 1), (84, 56, 2))
 
@@ -105,6 +107,7 @@ def _batches() -> Sequence[Batch]:
     mixed = (texts[0], _ONE, texts[1], _TWO)
     return (
         Batch("text", texts, GREEDY),
+        Batch("long", tuple(_ask(f"{_STORY * 8}{text}") for text in _TEXTS), GREEDY),
         Batch("one_image", (_ONE,), GREEDY),
         Batch("sizes", sizes, GREEDY),
         Batch("two_images", (_TWO,), GREEDY),

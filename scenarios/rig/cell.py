@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -32,6 +32,7 @@ class Cell:
     inputs: Path
     out: Path
     models: Path
+    deadlines: Mapping[str, float] = field(default_factory=dict)  # seconds, the host's: ``total``, ``silence``
 
     @property
     def model(self) -> str:
@@ -41,6 +42,11 @@ class Cell:
     @property
     def dtype(self) -> str:
         return str(self.options.get("dtype", "float32" if self.device == "cpu" else "bfloat16"))
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """What every engine of this cell is started with; the options of the cell win over its seed and dtype."""
+        return {"dtype": self.dtype, "seed": self.seed, **self.options}
 
     def model_dir(self, variant: str = "w1") -> Path:
         """The checkpoint of a weight set (``w1``, ``w2``, ``w1-unbanned``)."""
@@ -68,6 +74,7 @@ def read_cell(environ: Mapping[str, str] = os.environ) -> Cell:
             inputs=inputs,
             out=out,
             models=models,
+            deadlines=dict(raw["deadlines"]),
             **{name: raw[name] for name in ("target", "vllm", "device", "scenario", "file")},
         )
     except KeyError as err:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence, TypeVar
 
 from rig import probe
 from rig.completion import Outputs, completions
@@ -41,6 +42,8 @@ _ENVIRONMENT = {
 }
 _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB; 4 by default
 
+T = TypeVar("T")
+
 
 class Engine:
     """A started engine.
@@ -51,13 +54,7 @@ class Engine:
 
     def __init__(self, model_dir: Path, device: str, options: Mapping[str, Any]) -> None:
         self._events = writer()
-        prepare_environment(device)
-        with self._events.phase("import"):
-            import vllm
-
-            # vLLM's package is lazy in 0.10.0: these names, not the package, are what takes the time
-            names = ("LLM", "EngineArgs", "SamplingParams", "ModelRegistry")
-            self._vllm = {name: getattr(vllm, name) for name in names}
+        self._vllm = load_vllm(device)
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         require_architecture(config)
         kwargs, dropped = resolve(options, defaults(device, "vision_config" in config), probe.engine_options())
@@ -67,6 +64,8 @@ class Engine:
             "engine.options.dropped": dropped,
         }
         self._say(self._properties)
+        if device != "cuda" and kwargs.get("enable_sleep_mode"):
+            require_sleep_mode(model_dir)
         with self._events.phase("init"):
             self._llm = self._vllm["LLM"](model=str(model_dir), **kwargs)
         facts = probe.engine_facts(self._llm)
@@ -94,6 +93,14 @@ class Engine:
             self._recover(exc)
             raise
         return [completions(request) for request in requests]
+
+    def drive(self, verb: str, action: Callable[[Any], T]) -> T:
+        """``action(llm)``, marked ``verb``: whatever is done to the engine that is no ``generate``.
+
+        What vLLM raises passes through. Whoever drives knows whether the engine is fit for use after that.
+        """
+        with self._events.marked(verb):
+            return action(self._llm)
 
     def close(self) -> None:
         """End the engine and the processes it started."""
@@ -126,6 +133,16 @@ class Engine:
             self._events.property(name, value, **({} if here else {"check": None}))
 
 
+def load_vllm(device: str) -> dict[str, Any]:
+    """What the rig uses of vLLM by name, imported under the environment that a device needs."""
+    prepare_environment(device)
+    with writer().phase("import"):
+        import vllm
+
+        # vLLM's package is lazy in 0.10.0: these names, not the package, are what takes the time
+        return {name: getattr(vllm, name) for name in ("LLM", "EngineArgs", "SamplingParams", "ModelRegistry")}
+
+
 def prepare_environment(device: str) -> None:
     """What must be set before vLLM is imported; what the harness has set stands."""
     for name, value in {**_ENVIRONMENT, **(_CPU_ENVIRONMENT if device == "cpu" else {})}.items():
@@ -153,6 +170,23 @@ def require_architecture(config: Mapping[str, Any]) -> None:
     wanted = config.get("architectures") or []
     if wanted and not set(wanted) & probe.architectures():
         raise NotAvailable(f"no model {wanted[0]}", "ModelRegistry.get_supported_archs()")
+
+
+def require_sleep_mode(model_dir: Path) -> None:
+    """Raises NotAvailable, with the engine's own words, where this platform has no sleep mode.
+
+    Not to be asked on CUDA: there a refusal is a failure. "Sleep mode is only supported on CUDA devices." (0.7.3),
+    "Sleep mode is not supported on current platform." (0.8.5; from 0.10.0 on inside of a longer validation error).
+    """
+    import vllm
+
+    try:
+        vllm.EngineArgs(model=str(model_dir), enable_sleep_mode=True).create_model_config()
+    except ValueError as exc:
+        said = re.search(r"sleep mode[^.]*\.", str(exc), re.IGNORECASE)
+        if said is None:
+            raise
+        raise NotAvailable(said[0], "EngineArgs(enable_sleep_mode=True).create_model_config()") from exc
 
 
 def is_dead(engine: Any, exc: BaseException) -> bool:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from rig.events import TEXT_CHARS, cut_middle
-from rig.outcomes import OracleError
+from rig.outcomes import OracleError, RankError
 
 TRACEBACK_CHARS = 16_000
 FRAMES = 60
@@ -25,6 +25,8 @@ _RUNNER = {"site": ("_pytest/", "pluggy/", "xdist/", "execnet/"), "rig": ("plugi
 
 def describe(exc: BaseException) -> dict[str, Any]:
     """``exc`` as the contract's ``error``: type, bases, message, reason, frames, traceback, all capped."""
+    if isinstance(exc, RankError):  # described where it was raised
+        return exc.error
     bases = [base.__name__[:NAME_CHARS] for base in type(exc).__mro__[1:] if base is not object]
     return {
         "type": type(exc).__name__[:NAME_CHARS],

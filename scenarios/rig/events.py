@@ -40,8 +40,7 @@ class Events:
         self.out = Path(out)
         self.rank = rank
         self.check: str | None = None
-        name = "events.jsonl" if rank == 0 else f"events.rank{rank}.jsonl"
-        self._fd = os.open(self.out / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(self.out / file_name(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pid = 0
         self._seq = 0
         self._marks: dict[str, int] = {}
@@ -121,6 +120,11 @@ class Events:
         }
 
 
+def file_name(rank: int) -> str:
+    """Where a rank's events lie, in ``/out``."""
+    return "events.jsonl" if rank == 0 else f"events.rank{rank}.jsonl"
+
+
 def _encode(event: dict[str, Any]) -> bytes:
     """One line of at most LINE_BYTES; long texts of ``error`` give way first, they are the only unbounded ones."""
     line = _line(event)
@@ -162,8 +166,11 @@ _writer: Events | None = None
 
 
 def writer() -> Events:
-    """This process's writer, made on first use from VLLM_MATRIX_OUT and torchrun's RANK."""
+    """This process's writer, made on first use from VLLM_MATRIX_OUT and, in a rank, VLLM_MATRIX_RANK.
+
+    Not torchrun's RANK: it must be gone before an engine starts, and a scheduler may have set it around all of us.
+    """
     global _writer
     if _writer is None:
-        _writer = Events(Path(os.environ["VLLM_MATRIX_OUT"]), int(os.environ.get("RANK", "0")))
+        _writer = Events(Path(os.environ["VLLM_MATRIX_OUT"]), int(os.environ.get("VLLM_MATRIX_RANK", "0")))
     return _writer

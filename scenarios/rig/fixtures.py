@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Mapping
 
 import pytest
 
@@ -25,15 +25,18 @@ class Engines:
         self._engine: Engine | None = None
         self._failure: tuple[BaseException, TracebackType | None] | None = None
 
-    def get(self, cell: Cell) -> Engine:
-        """A living engine; raises what its init raised, for every check again but without paying for it again."""
+    def get(self, cell: Cell, options: Mapping[str, Any] | None = None) -> Engine:
+        """A living engine, started with ``options`` on top of the cell's.
+
+        Raises what its init raised, for every check again but without paying for it again.
+        """
         if self._failure is not None:
             exc, trace = self._failure
             raise exc.with_traceback(trace)
         if self._engine is not None and not self._engine.alive:
             self.close()
         if self._engine is None:
-            self._engine = self._start(cell)
+            self._engine = self._start(cell, options or {})
         return self._engine
 
     def close(self) -> None:
@@ -45,11 +48,11 @@ class Engines:
         except Exception as exc:
             rig_events.writer().property("engine.close.error", f"{type(exc).__name__}: {exc}", check=None)
 
-    def _start(self, cell: Cell) -> Engine:
+    def _start(self, cell: Cell, options: Mapping[str, Any]) -> Engine:
         from rig.engine import Engine
 
         try:
-            return Engine(cell.model_dir(), cell.device, {"dtype": cell.dtype, "seed": cell.seed, **cell.options})
+            return Engine(cell.model_dir(), cell.device, {**cell.engine_options, **options})
         except (Exception, Skipped) as exc:
             self._failure = (exc, exc.__traceback__)
             raise
@@ -87,9 +90,15 @@ def engines() -> Engines:
 
 
 @pytest.fixture
-def engine(cell: Cell) -> Engine:
+def engine_options() -> dict[str, Any]:
+    """What the scenario asks of its engine beyond the cell's own options; a scenario file overrides this one."""
+    return {}
+
+
+@pytest.fixture
+def engine(cell: Cell, engine_options: dict[str, Any]) -> Engine:
     """The living engine of this process, shared by all checks of the scenario."""
-    return _engines.get(cell)
+    return _engines.get(cell, engine_options)
 
 
 @functools.lru_cache(maxsize=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Mapping
+
 from _pytest.outcomes import Skipped as Skipped  # what pytest.skip raises
 
 
@@ -23,3 +25,14 @@ class NotAvailable(Skipped):
         super().__init__(f"{reason} (probed: {probe})")
         self.reason = reason
         self.probe = probe
+
+
+class RankError(Exception):
+    """What a rank raised in its own process. ``error`` is that exception as the contract describes it, the rank named.
+
+    Reported as that exception (``errors.describe``): where it came from decides what it means.
+    """
+
+    def __init__(self, rank: int, error: Mapping[str, Any]) -> None:
+        super().__init__(f"rank {rank}: {error['type']}: {error['message']}")
+        self.error = {**error, "message": f"rank {rank}: {error['message']}"}

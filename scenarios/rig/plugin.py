@@ -15,6 +15,7 @@ from typing import Any, Generator
 import pytest
 
 from rig import errors, events, fixtures, hello
+from rig.cell import read_cell
 from rig.outcomes import NotAvailable, Skipped
 
 # A worker gone for good leaves its return code within moments; its children cannot delay that.
@@ -29,6 +30,7 @@ def check_id(nodeid: str) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the half, or the two halves, that this process plays."""
+    config.addinivalue_line("markers", "only(**params): a check of the cells that have these parameters")
     worker = hasattr(config, "workerinput")
     distributed = not worker and getattr(config.option, "dist", "no") != "no"
     if worker or not distributed:
@@ -37,6 +39,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Runner(events.writer()), "rig-runner")
     if distributed:
         config.pluginmanager.register(Workers(events.writer()), "rig-workers")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A check marked ``only(mode="sleep")`` is no check of a cell with another mode: neither planned nor skipped."""
+    here = read_cell().params.items()
+    foreign = [item for item in items if any(mark.kwargs.items() - here for mark in item.iter_markers("only"))]
+    if foreign:
+        config.hook.pytest_deselected(items=foreign)
+        items[:] = [item for item in items if item not in foreign]
 
 
 class Checks:

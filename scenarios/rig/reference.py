@@ -10,20 +10,20 @@ from rig.cell import Cell
 from rig.completion import Completion, Outputs
 from rig.outcomes import OracleError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The answers of a cold start, by batch name."""
+    """The answers of cold starts: ``weights[weight set][batch name]``."""
 
-    batches: Mapping[str, Any]
+    weights: Mapping[str, Mapping[str, Any]]
 
-    def outputs(self, batch: str) -> Outputs:
+    def outputs(self, batch: str, weights: str = "w1") -> Outputs:
         """What was answered; raises OracleError when the batch is absent or raised in the cold start."""
-        entry = self.batches.get(batch)
+        entry = self.weights.get(weights, {}).get(batch)
         if entry is None:
-            raise OracleError("no-reference", f"the reference has no batch {batch!r}")
+            raise OracleError("no-reference", f"the reference has no batch {batch!r} of weights {weights}")
         if "outputs" not in entry:
             error = entry.get("error", {})
             message = f"in the cold start {batch!r} raised {error.get('type')}: {error.get('message')}"
@@ -32,7 +32,7 @@ class Reference:
 
 
 def read_reference(cell: Cell) -> Reference:
-    """The reference handed in; OracleError ``no-reference``, or ``reference-mismatch`` when it is of other weights."""
+    """The reference handed in; OracleError ``no-reference``, or ``reference-mismatch`` when it is of another model."""
     path = cell.inputs / "reference.json"
     if not path.is_file():
         raise OracleError("no-reference", "no reference.json was handed in")
@@ -41,12 +41,12 @@ def read_reference(cell: Cell) -> Reference:
     got = {name: raw.get(name) for name in want}
     if got != want:
         raise OracleError("reference-mismatch", f"the reference is of {got}, this cell needs {want}")
-    return Reference(raw["batches"])
+    return Reference(raw["weights"])
 
 
-def dump_reference(cell: Cell, batches: Mapping[str, Any]) -> bytes:
-    """``reference.json`` of ``batches``: name -> ``answered(...)`` or ``raised(...)``."""
-    document = {"schema": SCHEMA, **_identity(cell), "batches": dict(batches)}
+def dump_reference(cell: Cell, weights: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """``reference.json`` of ``weights[weight set][batch name]``: ``answered(...)`` or ``raised(...)``."""
+    document = {"schema": SCHEMA, **_identity(cell), "weights": weights}
     return (json.dumps(document, allow_nan=False) + "\n").encode()
 
 
@@ -61,7 +61,7 @@ def raised(exc: BaseException) -> dict[str, Any]:
 
 
 def _identity(cell: Cell) -> dict[str, str]:
-    return {"model": cell.model, "weights": "w1", "dtype": cell.dtype}
+    return {"model": cell.model, "dtype": cell.dtype}
 
 
 def _dump(done: Completion) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """``fake_vllm(core="v1", bugs=[...])`` makes that fake the ``vllm`` of this process until the test ends."""
 
     def clean() -> None:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "tiny")]:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "tiny", "safetensors", "pynvml")]:
             del sys.modules[name]
 
     def script(**settings: Any) -> Any:

@@ -52,15 +52,19 @@ def read_events(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
-def prepare(folder: Path, file: str, suite: Path = SUITE, fake: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The folders of a cell and the environment that names them."""
+def prepare(
+    folder: Path, file: str, suite: Path = SUITE, fake: Mapping[str, Any] | None = None, **fields: Any
+) -> dict[str, str]:
+    """The folders of a cell, whose ``fields`` win over the usual ones, and the environment that names them."""
     from tests.rig.fakes import tiny
 
     for name in ("in", "out"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    model = folder / "models" / "tiny" / "w1"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(tiny.CONFIG))
+    for weights in ("w1", "w2"):
+        model = folder / "models" / "tiny" / weights
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(tiny.CONFIG))
+        (model / "model.safetensors").write_text(weights)
     cell = {
         "schema": 1,
         "cell": f"fake@cpu/{file}",
@@ -75,6 +79,7 @@ def prepare(folder: Path, file: str, suite: Path = SUITE, fake: Mapping[str, Any
         "ranks": 1,
         "deadlines": {"total": 60.0, "silence": 30.0},
         "reference": False,
+        **fields,
     }
     (folder / "in" / "cell.json").write_text(json.dumps(cell))
     inherited = ("PATH", "HOME", "TMPDIR", "LANG")
@@ -92,8 +97,8 @@ def command() -> Sequence[str]:
     return [sys.executable, "-m", "rig"]
 
 
-def run_cell(folder: Path, file: str, suite: Path = SUITE, fake: Mapping[str, Any] | None = None) -> Ran:
+def run_cell(folder: Path, file: str, suite: Path = SUITE, fake: Mapping[str, Any] | None = None, **fields: Any) -> Ran:
     """Run one scenario file to its end."""
-    environment = prepare(folder, file, suite, fake)
+    environment = prepare(folder, file, suite, fake, **fields)
     done = subprocess.run(command(), env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
     return Ran(done.returncode, folder / "out", done.stderr + done.stdout)

@@ -83,7 +83,11 @@ def test_properties_say_which_path_was_taken(start: Callable[..., Engine], out: 
     assert found["engine.kv_blocks"] == 64
     assert found["engine.dtype"] == "float32"
     assert (found["cap.wake_up"], found["cap.wake_up.tags"], found["cap.sleep"]) == (True, False, False)
-    assert found["engine.options"] == ["dtype=float32", "limit_mm_per_prompt={'image': 4}"]
+    assert found["engine.options"] == [
+        "dtype=float32",
+        "enable_prefix_caching=False",
+        "limit_mm_per_prompt={'image': 4}",
+    ]
     assert "enforce_eager" in found["engine.options.dropped"]
     events = read_events(out)
     said = {event["name"]: event["value"] for event in events if event["type"] == "property"}
@@ -93,8 +97,22 @@ def test_properties_say_which_path_was_taken(start: Callable[..., Engine], out: 
 
 
 def test_an_option_of_the_cell_that_does_not_exist_is_not_available(start: Callable[..., Engine]) -> None:
-    with pytest.raises(NotAvailable, match="no engine option enable_sleep_mode"):
+    with pytest.raises(NotAvailable, match="no engine option enable_expert_parallel"):
+        start({"enable_expert_parallel": True})
+
+
+def test_sleep_mode_that_the_platform_refuses_is_not_available(start: Callable[..., Engine]) -> None:
+    with pytest.raises(NotAvailable, match=r"Sleep mode is not supported on current platform\. \(probed: EngineArgs"):
         start({"enable_sleep_mode": True})
+
+
+def test_what_drives_the_engine_is_marked_and_hides_nothing(start: Callable[..., Engine], out: Path) -> None:
+    engine = start()
+    assert engine.drive("look", lambda llm: llm.calls) == 0
+    with pytest.raises(AttributeError):
+        engine.drive("look", lambda llm: llm.absent)
+    marks = [(event["name"], event["n"], event["state"]) for event in read_events(out) if event["type"] == "mark"]
+    assert marks == [("look", n, state) for n in (0, 1) for state in ("enter", "leave")]
 
 
 def test_a_sampling_option_that_does_not_exist_is_not_available(start: Callable[..., Engine]) -> None:

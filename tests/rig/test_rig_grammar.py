@@ -40,4 +40,5 @@ def test_imports_on_python_3_10() -> None:
     if not python or subprocess.run([python, "--version"], capture_output=True, check=False).returncode != 0:
         pytest.skip("no Python 3.10 here")
     code = "import rig.events, rig.errors, rig.cell, rig.completion, rig.probe, rig.hello, rig.supervisor, rig.batches"
+    code += ", rig.launcher, rig.barrier, rig.marks, rig.reports, rig.weights, rig.spmd"
     subprocess.run([python, "-B", "-c", code], cwd=SUITE, check=True)

@@ -115,9 +115,10 @@ def cell(tmp_path: Path, **changed: Any) -> Cell:
 def test_the_reference_comes_back_as_it_went(tmp_path: Path) -> None:
     outputs = [[done(5, 9)]]
     batches = {"text": reference.answered(outputs), "mixed": reference.raised(RuntimeError("shape"))}
-    (tmp_path / "reference.json").write_bytes(reference.dump_reference(cell(tmp_path), batches))
+    (tmp_path / "reference.json").write_bytes(reference.dump_reference(cell(tmp_path), {"w1": batches}))
     found = reference.read_reference(cell(tmp_path))
     assert found.outputs("text") == outputs
+    assert reason(found.outputs, "text", "w2") == "no-reference"
     assert reason(found.outputs, "mixed") == "reference-raised"
     assert reason(found.outputs, "absent") == "no-reference"
 
@@ -139,7 +140,7 @@ def test_pictures_are_the_same_everywhere() -> None:
 
 def test_batches() -> None:
     assert list(BATCHES)[-1] == "mixed"
-    assert [batch.name for batch in batches_for(multimodal=False)] == ["text"]
+    assert [batch.name for batch in batches_for(multimodal=False)] == ["text", "long"]
     assert {batch.name for batch in batches_for(multimodal=True)} == set(BATCHES)
     first, second = BATCHES["two_images"].prompts[0].pictures
     assert repainted(BATCHES["two_images"], 1).prompts[0].pictures == (first, (*second[:2], second[2] + 8))

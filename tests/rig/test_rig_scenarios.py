@@ -25,7 +25,8 @@ def bad(ran: Ran) -> dict[str, str]:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a sound cold start leaves."""
     ran = run_cell(tmp_path_factory.mktemp("cold"), COLD)
-    assert ran.outcomes == dict.fromkeys(["starts", "answers[text]", "answers[one_image]", "records"], "passed")
+    checks = ["starts", "answers[text]", "answers[one_image]", "records", "second_weights"]
+    assert ran.outcomes == dict.fromkeys(checks, "passed")
     return ran.out / "artifacts" / "reference.json"
 
 
@@ -38,17 +39,25 @@ def rollout(folder: Path, reference: Path | None, **fake: Any) -> Ran:
 
 def test_reference_of_a_sound_engine(reference: Path) -> None:
     found = json.loads(reference.read_text())
-    assert (found["schema"], found["model"], found["weights"], found["dtype"]) == (1, "tiny", "w1", "float32")
-    assert list(found["batches"])[:2] == ["text", "one_image"]
-    assert all("outputs" in batch for batch in found["batches"].values())
-    first = found["batches"]["text"]["outputs"][0][0]
+    assert (found["schema"], found["model"], found["dtype"]) == (2, "tiny", "float32")
+    batches = found["weights"]
+    assert set(batches["w1"]) == set(batches["w2"])
+    assert all("outputs" in batch for weights in batches.values() for batch in weights.values())
+    first, second = (batches[weights]["text"]["outputs"][0][0] for weights in ("w1", "w2"))
     assert set(first) == {"ids", "finish", "prompt_tokens", "top2"}
+    assert first["ids"] != second["ids"]
+
+
+def test_a_second_cold_start_that_dies_costs_its_check_only(tmp_path: Path) -> None:
+    ran = run_cell(tmp_path, COLD, fake={"bugs": ["other-weights-die"]})
+    assert bad(ran) == {"second_weights": "no-answer"}
+    assert list(json.loads((ran.out / "artifacts" / "reference.json").read_text())["weights"]) == ["w1"]
 
 
 def test_a_batch_that_raises_is_kept_and_fails_nothing(tmp_path: Path) -> None:
     ran = run_cell(tmp_path, COLD, fake={"bugs": ["mixed-raises"]})
     assert bad(ran) == {}
-    batches = json.loads((ran.out / "artifacts" / "reference.json").read_text())["batches"]
+    batches = json.loads((ran.out / "artifacts" / "reference.json").read_text())["weights"]["w1"]
     assert batches["mixed"]["error"]["type"] == "RuntimeError"
     assert any(event["name"] == "batch.mixed.raised" for event in ran.of("property"))
 

@@ -9,6 +9,9 @@ SPECIAL = {"<|im_start|>": 300, "<|im_end|>": 301, "<|vision_start|>": 302, "<|v
 PAD = SPECIAL["<|image_pad|>"]
 CONFIG = {
     "architectures": ["TinyVL"],
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "hidden_size": 1024,
     "vision_config": {},
     "image_token_id": PAD,
     "vision_start_token_id": 302,

@@ -1,16 +1,28 @@
-"""A scripted vLLM. FAKE_VLLM (JSON) says which: ``core`` (v0, v1), ``inproc``, ``bugs``, ``counter`` (a file)."""
+"""A scripted vLLM. FAKE_VLLM (JSON) says which: ``core`` (v0, v1), ``inproc``, ``bugs``, ``counter`` (a file).
 
+``ranks``: further bugs by rank, ``{"1": ["hangs"]}``.
+``sleep``: its LLM has sleep, tags and reset_prefix_cache; ``sleep_mode``: its platform, then a GPU, has it too.
+"""
+
+import atexit
 import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import tiny
 
-SCRIPT = {"core": "v0", "inproc": False, "bugs": [], **json.loads(os.environ.get("FAKE_VLLM", "{}"))}
-BUGS = SCRIPT["bugs"]
+from vllm import worker
+
+DEFAULT = {"core": "v0", "inproc": False, "bugs": [], "sleep": False, "sleep_mode": False}
+SCRIPT = {**DEFAULT, **json.loads(os.environ.get("FAKE_VLLM", "{}"))}
+BUGS = SCRIPT["bugs"] + SCRIPT.get("ranks", {}).get(os.environ.get("VLLM_MATRIX_RANK"), [])
 MODEL = SimpleNamespace(dtype="torch.float32", max_model_len=2048)
 
 
@@ -20,6 +32,22 @@ class EngineArgs:
     dtype: str = "auto"
     seed: int = 0
     limit_mm_per_prompt: dict | None = None
+    enable_prefix_caching: bool = False
+    enable_sleep_mode: bool = False
+    num_gpu_blocks_override: int | None = None
+    worker_extension_cls: str = ""
+    tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+
+    def create_model_config(self):
+        if self.enable_sleep_mode and not SCRIPT["sleep_mode"]:
+            raise ValueError("1 validation error\n  Value error, Sleep mode is not supported on current platform.")
+
+    def create_engine_config(self):
+        if "no-launcher" in BUGS:
+            raise ValueError("Unrecognized distributed executor backend external_launcher. Supported values are ...")
+        backend = "mp" if "falls-back" in BUGS else self.distributed_executor_backend
+        return SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=backend))
 
 
 @dataclasses.dataclass
@@ -40,7 +68,7 @@ class ModelRegistry:
 
 class BaseEngine:
     def abort_request(self, ids):
-        for request_id in list(ids):
+        for request_id in [] if "never-aborts" in BUGS else list(ids):
             del self.running[request_id]
 
     def has_unfinished_requests(self):
@@ -48,9 +76,9 @@ class BaseEngine:
 
 
 class V0Engine(BaseEngine):
-    def __init__(self, config):
+    def __init__(self, config, driver):
         self.cache_config, self.model_config = config, MODEL
-        self.model_executor = SimpleNamespace(shutdown=lambda: None)
+        self.model_executor = SimpleNamespace(shutdown=lambda: None, driver_worker=driver)
 
     @property
     def scheduler(self):
@@ -66,13 +94,18 @@ class LLM:
         if "counter" in SCRIPT:
             with Path(SCRIPT["counter"]).open("a") as file:
                 file.write("init\n")
-        if "init-raises" in BUGS:
+        if "init-raises" in BUGS or ("other-weights-die" in BUGS and Path(model).name != "w1"):
             raise ValueError("no such engine")
-        EngineArgs(model=model, **kwargs)
-        config = SimpleNamespace(num_gpu_blocks=64, block_size=16, enable_prefix_caching=False)
+        self.args = args = EngineArgs(model=model, **kwargs)
+        args.create_model_config()
+        numpy.random.seed(args.seed + ("other-seed" in BUGS))
+        blocks = 63 if "fewer-blocks" in BUGS else args.num_gpu_blocks_override or 64
+        config = SimpleNamespace(num_gpu_blocks=blocks, block_size=16, enable_prefix_caching=args.enable_prefix_caching)
+        self._worker = worker.make(SCRIPT, BUGS, args, blocks)
+        self._prefixes = {}
         BaseEngine.running = {}
         if SCRIPT["core"] == "v0":
-            self.llm_engine = V0Engine(config)
+            self.llm_engine = V0Engine(config, self._worker)
         else:
             from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -90,6 +123,9 @@ class LLM:
         for i, prompt in enumerate(prompts):
             engine.running[f"{self.calls}-{i}"] = prompt
         self._break(prompts)
+        if not getattr(self._worker, "usable", True):
+            engine.fail(TypeError("'NoneType' object is not subscriptable"))
+        self._misbehave()
         done = [self._answer(prompt, sampling_params) for prompt in engine.running.values()]
         engine.running.clear()
         return done
@@ -101,6 +137,16 @@ class LLM:
         if "mixed-kills" in BUGS and any(images) and not all(images):
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def _misbehave(self):
+        if "hangs" in BUGS:
+            time.sleep(3600)
+        if "dies" in BUGS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "leaves-a-process" in BUGS:
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+        if "ends-badly" in BUGS:
+            atexit.register(os._exit, 3)
+
     def _answer(self, prompt, params):
         images = prompt.get("multi_modal_data", {}).get("image", [])
         ids = prompt.get("prompt_token_ids") or tiny.encode(prompt["prompt"])
@@ -110,10 +156,36 @@ class LLM:
         return SimpleNamespace(prompt_token_ids=ids, outputs=rows)
 
     def _row(self, ids, images, k, params):
-        drift = self.calls if "drifts" in BUGS else 0
-        tokens = tiny.continuation(ids, images, params.max_tokens, salt=(k if params.temperature else 0, drift))
+        drifting = "drifts" in BUGS or ("samples-other" in BUGS and params.temperature)
+        drift = self.calls if drifting else 0
+        weights = self._worker.weights
+        if self.args.enable_prefix_caching and len(ids) > 128:
+            weights = self._prefixes.setdefault(tuple(ids), weights)
+        salt = (k if params.temperature else 0, drift, weights)
+        tokens = tiny.continuation(ids, images, params.max_tokens, salt=salt)
         if "pad-sampled" in BUGS and images:
             tokens[2] = tiny.PAD
         tokens = [] if "empty" in BUGS else tokens
         pair = {1: SimpleNamespace(logprob=-0.5 - tokens[0] / 999 if tokens else 0.0), 2: SimpleNamespace(logprob=-2.5)}
         return SimpleNamespace(index=k, token_ids=tokens, finish_reason="length", logprobs=[pair] * len(tokens))
+
+
+class SleepingLLM(LLM):
+    def collective_rpc(self, method, args=()):
+        return [getattr(self._worker, method)(*args)]
+
+    def reset_prefix_cache(self):
+        if "prefix-not-reset" not in BUGS:
+            self._prefixes.clear()
+
+    def sleep(self, level=1):
+        assert self.args.enable_sleep_mode or "flag-ignored" in BUGS, "Sleep mode is not enabled in the model config"
+        self.reset_prefix_cache()
+        self._worker.sleep(level)
+
+    def wake_up(self, tags=None):
+        self._worker.wake_up(tags)
+
+
+if SCRIPT["sleep"]:
+    LLM = SleepingLLM
