@@ -8,9 +8,10 @@ and a second copy of a value; it cannot see two values that changed places, whic
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable
 
 from rig import probe
+from rig.checkpoint import tensors
 from rig.outcomes import NotAvailable
 
 MODEL_PATHS = tuple(
@@ -38,7 +39,7 @@ def engine_checksum(llm: Any) -> str:
 def checkpoint_checksum(llm: Any, folder: Path) -> str:
     """Of a checkpoint's tensors, as the engine must hold them: in the dtype of its first parameter."""
     dtype = next(iter(model(llm).named_parameters()))[1].dtype
-    return checksum(tensor.to(dtype) for tensor in _tensors(folder))
+    return checksum(tensor.to(dtype) for _, tensor in tensors(folder))
 
 
 def checksum(tensors: Iterable[Any]) -> str:
@@ -64,12 +65,3 @@ def _mixed(bits: Any) -> int:
         mixed *= np.uint64(factor)  # wraps
     mixed ^= mixed >> np.uint64(33)
     return int(mixed.sum(dtype=np.uint64))
-
-
-def _tensors(folder: Path) -> Iterator[Any]:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping: it has no iterator)
-                yield file.get_tensor(name)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Dict, List
+
+from rig.checkpoint import tensors
 
 # What a V0 worker itself holds of its KV cache; verl's engine A sets these to None (third_party/vllm, 0.3.1-0.6.3).
 HOLDERS = ("cache_engine", "gpu_cache", "cpu_cache")
@@ -52,7 +54,7 @@ def rebuild_kv(worker: Any) -> None:
 def load_weights(worker: Any, folder: str) -> int:
     """Load a checkpoint's weights into the live model; how many it says it took (-1: it does not say, 0.6.3)."""
     model = worker.get_model() if hasattr(worker, "get_model") else worker.model_runner.model
-    loaded = model.load_weights(_tensors(Path(folder)))
+    loaded = model.load_weights(tensors(Path(folder)))
     return -1 if loaded is None else len(loaded)
 
 
@@ -71,15 +73,6 @@ def _bound_layers(worker: Any) -> List[Any]:
     config = config or getattr(getattr(worker, "vllm_config", None), "compilation_config", None)
     bound = getattr(config, "static_forward_context", None) or {}
     return [layer for layer in bound.values() if isinstance(getattr(layer, "kv_cache", None), list)]
-
-
-def _tensors(folder: Path) -> Iterator[Tuple[str, Any]]:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping: it has no iterator)
-                yield name, file.get_tensor(name)
 
 
 def _give_back() -> None:
