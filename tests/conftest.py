@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ import pytest
 from harness.spec import MatrixSpec, load_spec
 
 ROOT = Path(__file__).parent.parent
+
+# A shell that starts its jobs in the background has them ignore Ctrl-C, and so would every process of a test: what is
+# tested here is what happens to somebody who presses it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SPEC = """
 schema = 1
