@@ -26,7 +26,7 @@ from harness.matrix import Square
 from harness.plan import Planned, not_runnable
 from harness.project import Project, build_options, load_project, make_plan
 from harness.records import runs_of
-from harness.relaunch import again, evidence, record_of
+from harness.relaunch import again, latest_evidence
 from harness.resume import backend_of, rest_of
 from harness.run import execute, load_matrix
 from harness.views import terminal
@@ -53,6 +53,12 @@ CellArgument = Annotated[str, typer.Argument(help="A cell id, or a glob that sel
 RunOption = Annotated[str | None, typer.Option("--run", help="A run's name or folder; default: the newest.")]
 
 
+# What a user can mend: no room, no right, something else in the place of a folder.
+_TOLD = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EISDIR}
+)
+
+
 def main() -> NoReturn:
     """Entry point: errors become one message and their exit code, never a traceback for a user's mistake."""
     signal.signal(signal.SIGTERM, _as_interrupt)
@@ -63,7 +69,7 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if error.errno not in _TOLD:
             raise
         _fail(f"{error.filename or 'a file'}: {error.strerror}\n  Nothing that was recorded is lost.", 5)
     sys.exit(0)
@@ -97,7 +103,7 @@ def run(
     fresh: Fresh = False,
     base: Annotated[str | None, typer.Option(help="Base image instead of matrix.toml's.")] = None,
     index_url: Annotated[str | None, typer.Option(help="Package index for the builds.")] = None,
-    timeout_multiplier: Annotated[float, typer.Option(min=0.01, help="Stretches every deadline.")] = 1.0,
+    timeout_multiplier: Annotated[float, typer.Option(min=0.01, max=1000, help="Stretches every deadline.")] = 1.0,
     backend: BackendOption = Choice.AUTO,
     resume: Annotated[str | None, typer.Option(help="Go on with an interrupted run: its name or folder.")] = None,
     config: Config = None,
@@ -187,18 +193,20 @@ def make_models(
 @app.command()
 def show(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
     """Everything about one cell of a run: status, cause, checks, phases, versions, where the evidence lies."""
-    project, square = _square(cell, run, config)
-    folder = str(evidence(project, square.record)) if square.record else ""
-    terminal.make_console().print(terminal.cell_detail(square, folder))
+    project, name, square = _square(cell, run, config)
+    folder = latest_evidence(project, name, square)
+    terminal.make_console().print(terminal.cell_detail(square, str(folder or "none: it has not begun")))
 
 
 @app.command()
 def logs(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
-    """The head of what the cell's last attempt printed: stdout, then stderr."""
-    project, square = _square(cell, run, config)
-    folder = evidence(project, record_of(square))
-    for name in ("stdout.log", "stderr.log"):
-        path = folder / name
+    """The head of what the cell's last attempt printed, also while it runs: stdout, then stderr."""
+    project, name, square = _square(cell, run, config)
+    folder = latest_evidence(project, name, square)
+    if folder is None:
+        raise NothingSelectedError(f"{square.cell.id} has not begun in run {name}", "`vllm-matrix show` says more.")
+    for stream in ("stdout.log", "stderr.log"):
+        path = folder / stream
         if path.is_file():
             typer.echo(f"--- {path}")
             with path.open("r", encoding="utf-8", errors="replace") as file:
@@ -209,7 +217,8 @@ def logs(cell: CellArgument, run: RunOption = None, config: Config = None) -> No
 @app.command()
 def repro(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
     """Print the command that runs this cell again, outside of vllm-matrix."""
-    made = again(*_square(cell, run, config))
+    project, _, square = _square(cell, run, config)
+    made = again(project, square)
     typer.echo(shlex.join(["mkdir", "-p", *map(str, made.folders)]))
     typer.echo(shlex.join(made.words))
 
@@ -217,7 +226,8 @@ def repro(cell: CellArgument, run: RunOption = None, config: Config = None) -> N
 @app.command()
 def shell(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
     """A shell in a container, or an environment, like the cell's. `python3 -m rig` is the cell."""
-    made = again(*_square(cell, run, config), interactive=True)
+    project, _, square = _square(cell, run, config)
+    made = again(project, square, interactive=True)
     for folder in made.folders:
         folder.mkdir(parents=True, exist_ok=True)
     program = shutil.which(made.words[0])
@@ -226,12 +236,12 @@ def shell(cell: CellArgument, run: RunOption = None, config: Config = None) -> N
     os.execv(program, made.words)  # noqa: S606 - a terminal for the user
 
 
-def _square(pattern: str, run: str | None, config: Path | None) -> tuple[Project, Square]:
+def _square(pattern: str, run: str | None, config: Path | None) -> tuple[Project, str, Square]:
     project = load_project(config)
     matrix = load_matrix(project, _run_folder(project, run))
     found = [square for square in matrix.squares if matches(pattern, square.cell.id)]
     if len(found) == 1:
-        return project, found[0]
+        return project, matrix.run, found[0]
     names = "\n  ".join(square.cell.id for square in found or matrix.squares)
     what = "matches several cells" if found else "matches no cell"
     raise NothingSelectedError(f"{pattern!r} {what} of run {matrix.run}:\n  {names}")

@@ -90,9 +90,11 @@ class ExpectationsFile(_Model):
     expect: tuple[Expectation, ...] = ()
 
 
-def load_expectations(path: Path, cells: Sequence[Cell], today: date) -> tuple[Expectation, ...]:
-    """Raises ConfigurationError for a broken file, an expired entry, and one that no cell can ever meet."""
-    if not path.exists():
+def load_expectations(
+    path: Path, cells: Sequence[Cell], today: date, required: bool = False
+) -> tuple[Expectation, ...]:
+    """Raises ConfigurationError for a broken file, an entry that is expired, that no cell can meet, or contradicts."""
+    if not path.exists() and not required:
         return ()
     expectations = parse(ExpectationsFile, read_toml(path), path).expect
     for number, expectation in enumerate(expectations):
@@ -103,7 +105,23 @@ def load_expectations(path: Path, cells: Sequence[Cell], today: date) -> tuple[E
             )
         if not any(_concerns(expectation, cell) for cell in cells):
             raise ConfigurationError(f"{where} matches no cell of matrix.toml", "Mend its globs or conditions.")
+        for other in expectations[:number]:
+            if _contradict(expectation, other, cells):
+                raise ConfigurationError(
+                    f"{where} contradicts expect[{expectations.index(other)}]: both can meet the same check, and they "
+                    "expect different things of it",
+                    "Narrow one of them, or put both statuses into one entry.",
+                )
     return expectations
+
+
+def _contradict(one: Expectation, other: Expectation, cells: Sequence[Cell]) -> bool:
+    """Whether both can meet one check, as far as that is seen beforehand: globs that cover each other, equal facts."""
+    if (one.status, one.match) == (other.status, other.match):
+        return False
+    recorded = [{k: v for k, v in entry.when.items() if k in RECORDED_AXES} for entry in (one, other)]
+    alike = matches(one.check, other.check) or matches(other.check, one.check)
+    return alike and recorded[0] == recorded[1] and any(_concerns(one, c) and _concerns(other, c) for c in cells)
 
 
 def _concerns(expectation: Expectation, cell: Cell) -> bool:

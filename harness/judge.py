@@ -54,7 +54,7 @@ def judge(evidence: Evidence) -> Judgement:
     if not any(isinstance(event, ev.Hello) for event in evidence.events):
         checks: tuple[CheckRecord, ...] = (_without_hello(evidence, cause),)
     else:
-        checks = (*_checks(evidence, cause), *_cell_faults(evidence, cause))
+        checks = (*_checks(evidence, cause), *dict.fromkeys(_cell_faults(evidence, cause)))
     status = worst_status(check.status for check in checks)
     worst = min((c for c in checks if c.status is status), key=lambda c: (c.reason or "").startswith(_NOT_REACHED))
     return Judgement(
@@ -188,8 +188,17 @@ def _cell_faults(evidence: Evidence, cause: _Cause | None) -> Iterable[CheckReco
     for event in evidence.events:
         if isinstance(event, ev.Down) and event.check is None:
             yield _died(CELL, event, evidence)
-    if evidence.faults:
-        yield CheckRecord(id=CELL, status=Status.ERROR, reason=f"corrupt-evidence: {evidence.faults[0]}")
+    for fault in (*evidence.faults, *_unplanned(evidence))[:1]:
+        yield CheckRecord(id=CELL, status=Status.ERROR, reason=f"corrupt-evidence: {fault}")
+
+
+def _unplanned(evidence: Evidence) -> Iterable[str]:
+    """Checks that ended though the runner never planned them, or though they had not begun: not the rig's doing."""
+    planned = {check for event in evidence.events if isinstance(event, ev.PlanEvent) for check in event.checks}
+    started = {event.check for event in evidence.events if isinstance(event, ev.Start)}
+    for event in evidence.events:
+        if planned and isinstance(event, ev.End) and not {event.check} <= planned & started:
+            yield f"the check {event.check[:80]!r} ended without having been planned and started"
 
 
 def _without_plan(evidence: Evidence, cause: _Cause | None) -> CheckRecord:
@@ -198,6 +207,11 @@ def _without_plan(evidence: Evidence, cause: _Cause | None) -> CheckRecord:
         return _raised(CELL, collected[0], reason="collect")
     if cause is not None:
         return CheckRecord(id=CELL, status=cause.status, reason=cause.reason)
+    downs = [event for event in evidence.events if isinstance(event, ev.Down)]
+    if downs:
+        return _died(CELL, downs[0], evidence)
+    if evidence.faults:
+        return CheckRecord(id=CELL, status=Status.ERROR, reason=f"corrupt-evidence: {evidence.faults[0]}")
     return CheckRecord(id=CELL, status=Status.ERROR, reason="no-checks: the scenario has none")
 
 

@@ -222,6 +222,8 @@ def _why_run(
         return _what_changed(facts, records[0]) if records else "no record younger than the age limit"
     if same.status in NEVER_REUSED:
         return f"last time {same.status}"
+    if same.started > now:
+        return f"its last record is dated {same.started:%Y-%m-%d %H:%M}Z, which is still to come"
     if now - same.started > max_age:
         return f"last record is {_age(now - same.started)} old"
     return None

@@ -53,7 +53,8 @@ def load_project(config: Path | None) -> Project:
     spec = load_spec(path)
     cells = expand(spec)
     check_scenarios(path.parent / spec.suite, {cell.file for cell in cells})
-    expectations = load_expectations(path.parent / spec.expectations, cells, datetime.now(UTC).date())
+    named = "expectations" in spec.model_fields_set
+    expectations = load_expectations(path.parent / spec.expectations, cells, datetime.now(UTC).date(), required=named)
     return Project(root=path.parent, spec=spec, cells=cells, expectations=expectations)
 
 

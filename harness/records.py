@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.cells import slug
-from harness.events import ErrorInfo
+from harness.events import MAX_FILE, ErrorInfo, read_untrusted
 from harness.status import Status
 
 SCHEMA = 1
@@ -123,9 +123,10 @@ def write_record(folder: Path, record: Record) -> None:
 
 def read_record(path: Path) -> Record | None:
     """None where the file is missing, broken, or of a schema this version does not know."""
+    data = read_untrusted(path, MAX_FILE)  # a pipe in its place must not hang whoever looks for records
     try:
-        return Record.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
+        return Record.model_validate_json(data) if data is not None else None
+    except ValidationError:
         return None
 
 

@@ -15,7 +15,7 @@ from harness.errors import NothingSelectedError
 from harness.job import launch
 from harness.matrix import Square
 from harness.project import Project
-from harness.records import Record, attempt_folder
+from harness.records import Record, attempt_folder, next_attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +60,11 @@ def record_of(square: Square) -> Record:
 def evidence(project: Project, record: Record) -> Path:
     """The folder of the record's attempt."""
     return attempt_folder(project.results, record.run, record.cell, record.attempt)
+
+
+def latest_evidence(project: Project, run: str, square: Square) -> Path | None:
+    """The same, or the last attempt's of a cell that runs at the moment or was interrupted; None if none began."""
+    if square.record is not None:
+        return evidence(project, square.record)
+    number = next_attempt(project.results, run, square.cell.id) - 1
+    return attempt_folder(project.results, run, square.cell.id, number) if number else None

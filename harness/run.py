@@ -103,7 +103,7 @@ def execute(project: Project, plan: Sequence[Planned], tools: Tools, resumed: Pa
             write_plan(folder, folder.name, plan, not_runnable(project.spec))
         try:
             models.generate(context.models)
-            done = finished(folder) if resumed else _take_over(plan, context)
+            done = finished(folder) if resumed else _take_over(plan, context, tools.progress)
             with tools.progress.shown():
                 built, failed = _build(project, plan, tools, folder)
                 done |= _missed(plan, failed, context, tools.backend.name)
@@ -153,7 +153,7 @@ def _context(project: Project, run: str, engine: str) -> Context:
     )
 
 
-def _take_over(plan: Sequence[Planned], context: Context) -> dict[str, Record]:
+def _take_over(plan: Sequence[Planned], context: Context, progress: Progress) -> dict[str, Record]:
     """Copy the records that are reused, with their evidence: a run's folder is complete by itself."""
     taken: dict[str, Record] = {}
     for planned in plan:
@@ -166,6 +166,7 @@ def _take_over(plan: Sequence[Planned], context: Context) -> dict[str, Record]:
         record = old.model_copy(update={"run": context.run, "reused_from": old.reused_from or old.run})
         write_record(target, record)
         taken[old.cell] = record
+        progress.say(f"reuse  {old.cell}: {old.status} of run {record.reused_from}")
     return taken
 
 

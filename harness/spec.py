@@ -24,7 +24,7 @@ DEVICES: tuple[str, ...] = get_args(Device)
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]+([._-][A-Za-z0-9]+)*$", max_length=64)]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$", max_length=48)]
 OptionValue = bool | int | float | str
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
 def _relative(value: str) -> str:
@@ -71,7 +71,7 @@ class _Model(BaseModel):
 class RunSpec(_Model):
     profile: Identifier = "quick"
     device: Device = "cpu"
-    max_age_days: Positive = 7.0
+    max_age_days: Annotated[float, Field(gt=0, le=3650, allow_inf_nan=False)] = 7.0
     infra_retries: Annotated[int, Field(ge=0, le=5)] = 1
     timeout_multiplier: Positive = 1.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,3 +130,32 @@ def test_models(cli: Callable[..., Said], tmp_path: Path) -> None:
     said = cli("models", "--to", str(tmp_path / "made"))
     assert said.code == 0
     assert (tmp_path / "made" / "qwen2_vl" / "w1" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "0", "-1"])
+def test_a_multiplier_that_is_no_number_to_multiply_with_is_2(cli: Callable[..., Said], number: str) -> None:
+    assert cli("run", "--timeout-multiplier", number).code == 2
+
+
+def test_pipes_among_the_results_hang_nobody(cli: Callable[..., Said], project: Project) -> None:  # noqa: F811
+    outcome = go(project, ScriptedBackend(scripted.passes))
+    record = next(outcome.folder.glob("cells/vllm-0.8.5*cold*/attempt-1/record.json"))
+    record.unlink()
+    os.mkfifo(record)
+    assert cli("plan").code == 0
+    assert "no record yet" in cli("show", "vllm-0.8.5*cold*").out
+
+
+def test_logs_of_a_cell_that_has_no_record_yet(cli: Callable[..., Said], project: Project) -> None:  # noqa: F811
+    outcome = go(project, ScriptedBackend(scripted.passes))
+    folder = next(outcome.folder.glob("cells/vllm-0.8.5*cold*/attempt-1"))
+    (folder / "record.json").unlink()
+    (folder / "stdout.log").write_text("so far\n")
+    assert "so far" in cli("logs", "vllm-0.8.5*cold*").out
+
+
+def test_a_file_in_place_of_the_results_is_5(cli: Callable[..., Said], project: Project) -> None:  # noqa: F811
+    (project.root / "results").write_text("")
+    said = cli("run", "--backend", "local")
+    assert said.code in (4, 5)
+    assert "error:" in said.err

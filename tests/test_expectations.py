@@ -115,3 +115,15 @@ def test_contradicting_entries_are_an_error() -> None:
     one, other = entry(status=("PASS",)), entry(status=("CRASH",), match={"reason": "signal"})
     with pytest.raises(ConfigurationError, match="contradict"):
         verdict(check(Status.PASS), "s", AXES, [one, other])
+
+
+def test_entries_that_contradict_are_refused_before_anything_runs(tmp_path: Path, spec: MatrixSpec) -> None:
+    other = ENTRY.partition("\n")[2].replace('["FAIL"]', '["CRASH"]').replace("mixed_batch", "mixed*")
+    with pytest.raises(ConfigurationError, match=r"expect\[1\].* contradicts expect\[0\]"):
+        load(tmp_path, spec, ENTRY + other)
+    load(tmp_path, spec, ENTRY + other.replace('vllm = "<0.9"', 'vllm = ">=0.9"'))
+
+
+def test_a_file_that_is_named_has_to_be_there(tmp_path: Path, spec: MatrixSpec) -> None:
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        load_expectations(tmp_path / "none.toml", expand(spec), TODAY, required=True)

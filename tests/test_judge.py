@@ -108,7 +108,21 @@ ROWS: dict[str, tuple[bytes, ExitState, Done | None, Status, str]] = {
         HELLO + event_line("collect_error", error=error("ImportError", "No module named 'vllm.worker'")),
         CLEAN, DONE, Status.FAIL, "missing-name",
     ),
+    "died while the scenario was imported": (
+        HELLO + event_line("down", returncode=0, check=None) * 5, CLEAN, DONE, Status.CRASH, "exit",
+    ),
     # evidence that cannot be trusted
+    "a check that nobody planned": (
+        ALL + event_line("start", check="x") + event_line("end", check="x", outcome="passed", seconds=0.1), CLEAN, DONE,
+        Status.ERROR, "corrupt-evidence",
+    ),
+    "an end without a start": (
+        HELLO + PLAN + A + event_line("end", check="b", outcome="passed", seconds=0.1), CLEAN, DONE,
+        Status.ERROR, "corrupt-evidence",
+    ),
+    "a plan that is too long to be read": (
+        HELLO + event_line("plan", checks=["x" * 70_000]), CLEAN, DONE, Status.ERROR, "corrupt-evidence",
+    ),
     "a forged line": (ALL + b"all tests passed\n", CLEAN, DONE, Status.ERROR, "corrupt-evidence"),
     "cut in the last line": (HELLO + PLAN + A + B[:-10], ended(exit_code=137), None, Status.CRASH, "signal"),
 }  # fmt: skip

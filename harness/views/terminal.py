@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as RichLive
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from harness.events import clean
@@ -39,7 +39,7 @@ def make_console() -> Console:
 
 
 def plan_table(plan: Sequence[Planned]) -> Table:
-    table = Table("cell", "", "why", box=None, pad_edge=False)
+    table = Table(Column("cell", no_wrap=True), "", "why", box=None, pad_edge=False)
     for planned in plan:
         why = planned.reason if planned.selected else f"{planned.reason} (needed as a reference)"
         table.add_row(Text(planned.cell.id), planned.action, Text(why))
@@ -48,13 +48,18 @@ def plan_table(plan: Sequence[Planned]) -> Table:
 
 def matrix_table(matrix: Matrix) -> Table:
     table = Table(title=f"run {matrix.run}", title_justify="left")
-    table.add_column("target")
+    table.add_column("target", no_wrap=True)
     pivot = matrix.pivot()
     for column in pivot.columns:
-        table.add_column(Text(column), overflow="fold")
+        table.add_column(Text(_heading(column)), overflow="fold")
     for name, row in zip(pivot.index, pivot.itertuples(index=False), strict=True):
         table.add_row(str(name), *(_square(value) for value in row))
     return table
+
+
+def _heading(column: str) -> str:
+    """The scenario, and each parameter on a line of its own."""
+    return column.replace("[", "\n").replace(",", "\n").removesuffix("]")
 
 
 def _square(value: object) -> Text:
@@ -85,7 +90,8 @@ def cell_detail(square: Square, folder: str) -> RenderableType:
     record = square.record
     head = Text(f"{square.cell.id}\n", "bold").append(square_text(square), STYLE[square.verdict])
     if record is None:
-        return Group(head, Text("Planned, but there is no record: it was never started, or interrupted."))
+        words = "Planned, but there is no record yet: it waits, runs, or was interrupted."
+        return Group(head, Text(words), Text(f"Evidence so far: {folder}", "dim"))
     parts: list[RenderableType] = [head, *_why(record), _checks(square.checks)]
     for judged in square.checks:
         if judged.check.error is not None and judged.verdict is not Verdict.OK:
