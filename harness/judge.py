@@ -60,7 +60,7 @@ def judge(evidence: Evidence) -> Judgement:
     return Judgement(
         status=status,
         reason=worst.reason if status is not Status.PASS else None,
-        advice=_ADVICE.get((worst.reason or "").split(":")[0]),
+        advice=_ADVICE.get((worst.reason or "").split(":")[0]) or _ADVICE_BY_STATUS.get(status),
         checks=checks,
     )
 
@@ -227,6 +227,9 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+_ADVICE_BY_STATUS = {
+    Status.ERROR: "The scenario's own fault, not the version's; `vllm-matrix show CELL` has the traceback.",
+}
 _ADVICE = {
     "build": "`vllm-matrix logs CELL` shows the builder's last lines; all of them are in the run's folder, in images/.",
     "collect": "The scenario file does not import; `vllm-matrix show CELL` has the traceback.",
