@@ -16,7 +16,8 @@ MAX_LINE = 64 << 10  # bytes
 MAX_FILE = 64 << 20  # bytes
 
 _SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours and cursor movements of terminals
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# controls but for newline and tab, and what turns the direction of the text around it
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def clean(text: str) -> str:

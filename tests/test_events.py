@@ -51,7 +51,7 @@ def test_a_last_line_without_its_end_is_dropped_without_a_fault(cut: int) -> Non
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
-    (event,), _ = ev.parse(event_line("start", check="\x1b[31mred\x1b[0m\x07\x1b]0;x\nline"))
+    (event,), _ = ev.parse(event_line("start", check="\x1b[31mred\x1b[0m\x07\u202e]0;x\nline"))
     assert isinstance(event, ev.Start)
     assert event.check == "red\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}]0;x\nline"
 
