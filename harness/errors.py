@@ -45,6 +45,9 @@ class BuildError(MatrixError):
         super().__init__(message, hint)
         self.log_tail = log_tail
 
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.log_tail}" if self.log_tail else super().__str__()
+
 
 class InfrastructureError(MatrixError):
     """The engine of containers, the disk, or the host fails us; never the version under test."""

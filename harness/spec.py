@@ -6,9 +6,12 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
@@ -23,6 +26,7 @@ DEVICES: tuple[str, ...] = get_args(Device)
 # What a cell id is made of. Punctuation stands alone and inside, which is what makes `cells.slug` injective.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]+([._-][A-Za-z0-9]+)*$", max_length=64)]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$", max_length=48)]
+Capability = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*(\.[a-z0-9_]+)?$", max_length=64)]
 OptionValue = bool | int | float | str
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
@@ -47,9 +51,32 @@ def _size(value: str) -> str:
     return value
 
 
+def _requirement(value: str) -> str:
+    try:
+        Requirement(value)
+    except InvalidRequirement as error:
+        raise ValueError(f"{value!r} is not a requirement (PEP 508): {str(error).splitlines()[0]}") from error
+    return value
+
+
+def _exact(value: str) -> str:
+    specifiers = list(Requirement(_requirement(value)).specifier)
+    if len(specifiers) != 1 or specifiers[0].operator != "==" or "*" in specifiers[0].version:
+        raise ValueError(f"{value!r} must name one version exactly, as in torch==2.6.0")
+    return value
+
+
+def _package(value: str) -> str:
+    return canonicalize_name(value, validate=True)
+
+
 RelativePath = Annotated[str, AfterValidator(_relative)]
 VersionText = Annotated[str, AfterValidator(_version)]
 Size = Annotated[str, AfterValidator(_size)]
+RequirementText = Annotated[str, AfterValidator(_requirement)]
+ExactRequirement = Annotated[str, AfterValidator(_exact)]
+PackageName = Annotated[str, AfterValidator(_package)]
+Reason = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -81,19 +108,73 @@ class ImagesSpec(_Model):
     index_url: str | None = None
 
 
-class TargetDeviceSpec(_Model):
-    """How a target is installed for one device; paths default to docker/<target>/."""
+class LocksSpec(_Model):
+    """What all locks have in common. A package in a lock is at most `grace_days` younger than the vLLM release."""
 
-    distribution: str
+    grace_days: Annotated[int, Field(ge=0, le=365)] = 28
+    tools: tuple[RequirementText, ...] = ()
+
+
+class ChangeSpec(_Model):
+    """What locks change in what their packages ask for, and why.
+
+    `take` is installed instead of whatever is asked for under that name, `drop` is left out whoever asks for it, `add`
+    is installed although nobody asks for it.
+    """
+
+    take: tuple[RequirementText, ...] = ()
+    drop: tuple[PackageName, ...] = ()
+    add: tuple[RequirementText, ...] = ()
+    reason: Reason
+    link: str | None = None
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> ChangeSpec:
+        if not (self.take or self.drop or self.add):
+            raise ValueError("changes nothing: give `take`, `drop` or `add`")
+        return self
+
+
+class StackSpec(_Model):
+    """What is heavy and common: a lock of its own, installed first. `requires` is complete: nothing is resolved.
+
+    `index` is asked before the common index, in the locks of all targets on this stack.
+    """
+
+    requires: Annotated[tuple[ExactRequirement, ...], Field(min_length=1)]
+    changes: tuple[Identifier, ...] = ()
+    index: str | None = None
+
+
+class TargetDeviceSpec(_Model):
+    """How a target is installed for one device; paths default to docker/<target>/.
+
+    `build`: the target is built from its source distribution, with these tools. `later`: cut-off dates of single
+    packages. `unlocked`: what is found installed although no lock names it, and why.
+    """
+
+    distribution: ExactRequirement
+    stack: Name | None = None
+    build: tuple[RequirementText, ...] = ()
+    changes: tuple[Identifier, ...] = ()
+    later: dict[PackageName, date] = {}
+    unlocked: dict[PackageName, Reason] = {}
     dockerfile: RelativePath | None = None
     lock: RelativePath | None = None
 
 
 class TargetSpec(_Model):
+    """`vllm` is the declared release line, `released` the day of the release whose distribution is installed."""
+
     vllm: VersionText
     python: Annotated[str, StringConstraints(pattern=r"^3\.\d+$")]
+    released: date | None = None
     verl: VersionText | None = None
     devices: dict[Device, TargetDeviceSpec] = {}
+
+    def on(self, device: str) -> TargetDeviceSpec:
+        """How it is installed for that device. Raises KeyError where it has none."""
+        return self.devices[cast("Device", device)]
 
 
 class DeviceSpec(_Model):
@@ -102,12 +183,16 @@ class DeviceSpec(_Model):
 
 
 class ScenarioSpec(_Model):
-    """`timeout` and `silence` in seconds, from the container's start and between two events of the checks' process."""
+    """`timeout` and `silence` in seconds, from the container's start and between two events of the checks' process.
+
+    `needs`: capabilities that the probe has to find, by `*` or by `parameter=value`; without them a cell is NA.
+    """
 
     file: RelativePath | None = None
     devices: tuple[Device, ...] = ("cpu", "cuda")
     parameters: dict[Identifier, Annotated[tuple[Name, ...], Field(min_length=1)]] = {}
     options: dict[Identifier, OptionValue] = {}
+    needs: dict[str, tuple[Capability, ...]] = {}
     reference: Identifier | None = None
     gpus: Annotated[int, Field(ge=0)] = 1
     ranks: Annotated[int, Field(ge=1)] = 1
@@ -119,7 +204,10 @@ class ScenarioSpec(_Model):
 
 
 class ProfileSpec(_Model):
+    """Globs on cell ids, any of which selects; `targets`: globs on targets, one of which has to match too."""
+
     select: Annotated[tuple[str, ...], Field(min_length=1)]
+    targets: tuple[str, ...] = ()
 
 
 class OverrideSpec(_Model):
@@ -143,6 +231,9 @@ class MatrixSpec(_Model):
     expectations: RelativePath = "expectations.toml"
     run: RunSpec = RunSpec()
     images: ImagesSpec = ImagesSpec()
+    locks: LocksSpec = LocksSpec()
+    changes: dict[Identifier, ChangeSpec] = {}
+    stacks: dict[Name, StackSpec] = {}
     targets: Annotated[dict[Name, TargetSpec], Field(min_length=1)]
     devices: dict[Device, DeviceSpec] = {}
     scenarios: Annotated[dict[Identifier, ScenarioSpec], Field(min_length=1)]
@@ -155,7 +246,35 @@ class MatrixSpec(_Model):
             raise ValueError(_unknown("run.profile", self.run.profile, self.profiles))
         for name, scenario in self.scenarios.items():
             _check_reference(name, scenario, self.scenarios)
+            _check_needs(name, scenario)
+        for name, stack in self.stacks.items():
+            _check_changes(f"stacks.{name}", stack.changes, self.changes)
+        for name, target in self.targets.items():
+            for device, own in target.devices.items():
+                _check_target(f"targets.{name}.devices.{device}", target, own, self)
         return self
+
+
+def _check_target(where: str, target: TargetSpec, own: TargetDeviceSpec, spec: MatrixSpec) -> None:
+    _check_changes(where, own.changes, spec.changes)
+    if own.stack is not None and own.stack not in spec.stacks:
+        raise ValueError(_unknown(f"{where}.stack", own.stack, spec.stacks))
+    line = Version(target.vllm).release
+    if Version(next(iter(Requirement(own.distribution).specifier)).version).release[: len(line)] != line:
+        raise ValueError(f"{where}.distribution: {own.distribution} is not of the release line {target.vllm}")
+
+
+def _check_changes(where: str, names: tuple[str, ...], known: Mapping[str, object]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(_unknown(f"{where}.changes", name, known))
+
+
+def _check_needs(name: str, scenario: ScenarioSpec) -> None:
+    known = {"*", *(f"{key}={value}" for key, values in scenario.parameters.items() for value in values)}
+    for condition in scenario.needs:
+        if condition not in known:
+            raise ValueError(_unknown(f"scenarios.{name}.needs", condition, dict.fromkeys(sorted(known))))
 
 
 def _check_reference(name: str, scenario: ScenarioSpec, scenarios: Mapping[str, ScenarioSpec]) -> None:
