@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from harness.errors import BuildError, DockerMissingError
 
+GRACE = 10.0  # seconds that a builder has to wind down
 TAIL = 40  # lines of a failed build's output that its error carries
 MAX_LINE = 64 << 10  # bytes read at once: a builder may draw a progress bar without any line end
 FIRST_WITHOUT_BUILTIN = 23  # from this release of the client on, BuildKit is in the buildx plugin only
@@ -120,7 +123,7 @@ def run_build(
                 cause = cause or explain(line)
                 on_line(line)
         except BaseException:  # Ctrl-C among them: the builder must not go on behind our back
-            process.terminate()
+            _end(process)
             raise
     if process.returncode:
         message, hint = cause or (f"the builder ended with {process.returncode}", f"Its whole output is in {log}.")
@@ -143,11 +146,21 @@ def _start(command: Sequence[str], environ: Mapping[str, str], builder: Builder)
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that it can be ended with all that it started: compilers, a plugin
         )
     except OSError as error:
         raise BuildError(
             f"{command[0]} does not start: {error.strerror}", "See whether `docker version` works."
         ) from error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to it and all that it started, SIGKILL to what is left."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
 
 
 def _pieces(process: subprocess.Popen[bytes]) -> Iterator[bytes]:

@@ -11,9 +11,12 @@ from pathlib import Path
 
 from harness.errors import ConfigurationError
 
+# Mounts of a RUN that bring nothing in: all but `bind`, which is also what a mount without a type is.
+_HARMLESS_MOUNT = re.compile(r"--mount=(?=\S*\btype=(?:cache|secret|tmpfs|ssh)\b)(?!\S*\bfrom=)")
+
 
 def copied(dockerfile: Path, context: Path) -> tuple[Path, ...]:
-    """The files of the context that a Dockerfile copies, sorted: folders and patterns are expanded."""
+    """The files of the context that a Dockerfile copies in any of its stages, sorted: folders and patterns expanded."""
     found: set[Path] = set()
     for source in _sources(dockerfile):
         matches = [path for match in context.glob(source.lstrip("/")) for path in (match, *match.rglob("*"))]
@@ -26,21 +29,38 @@ def copied(dockerfile: Path, context: Path) -> tuple[Path, ...]:
 
 def _sources(dockerfile: Path) -> Iterator[str]:
     """The sources of each COPY. What would bring in files unseen by the tag is refused."""
+    stages: set[str] = set()
     for line in instructions(text_of(dockerfile)):
         keyword, _, rest = line.partition(" ")
-        if keyword.upper() == "ADD" or "type=bind" in rest:
-            raise ConfigurationError(
-                f"{dockerfile}: {line[:60]!r} takes files past the image's tag", "Use COPY, whose files are part of it."
-            )
-        if keyword.upper() != "COPY":
-            continue
-        words = shlex.split(rest)
+        if named := stage_of(line):
+            stages.add(named)
+        words = shlex.split(rest) if keyword.upper() == "COPY" else []
         flags = [word for word in words if word.startswith("--")]
-        if any(flag.startswith("--from=") for flag in flags):
+        source = next((flag.removeprefix("--from=") for flag in flags if flag.startswith("--from=")), None)
+        if _goes_past(keyword, rest) or (source is not None and source.lower() not in stages):
+            raise ConfigurationError(
+                f"{dockerfile}: {line[:60]!r} takes files past the image's tag",
+                "Use COPY, from the context or from an earlier stage by its name: those files are part of it.",
+            )
+        if not words or source is not None:
             continue
         if words[len(flags)].startswith("["):
             raise ConfigurationError(f"{dockerfile}: write COPY in its plain form, without [ ]")
         yield from words[len(flags) : -1]
+
+
+def _goes_past(keyword: str, rest: str) -> bool:
+    """Whether an instruction brings in files that are neither of the context's COPYs nor of a stage's."""
+    if keyword.upper() == "ADD":
+        return True
+    mounts = [word for word in rest.split() if word.startswith("--mount")] if keyword.upper() == "RUN" else []
+    return not all(_HARMLESS_MOUNT.match(mount) for mount in mounts)
+
+
+def stage_of(line: str) -> str | None:
+    """The name that an instruction gives to a stage: y of `FROM x AS y`."""
+    match = re.fullmatch(r"from \S+ as (\S+)", line.lower())
+    return match[1] if match else None
 
 
 def instructions(text: str) -> list[str]:

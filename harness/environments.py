@@ -6,9 +6,11 @@ place (an environment cannot be moved), and counts as there when its marker is, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -24,14 +26,17 @@ from harness.backends.local import TOOLS, search_path
 from harness.builders import Builder, run_build
 from harness.dockerfiles import digest
 from harness.errors import BuildError, InfrastructureError
-from harness.images import BuildOptions, BuiltImage, Image, locked
-from harness.recipes import VENV, Install, Run, Step, steps
+from harness.images import PROXIES, BuildOptions, BuiltImage, Image, locked
+from harness.recipes import VENV, Copy, Install, Run, Step, made_from_source, steps
 from harness.records import write_atomic
 
 MARKER = "vllm-matrix.json"
 NEEDED = 8 << 30  # bytes free for one target: its packages, and as much again while they are unpacked
 # As docker/base/install-locked does it, but for the links: a test compares.
-INSTALL = ("--no-config", "--link-mode", "hardlink", "--compile-bytecode", "--require-hashes", "--no-deps")
+_COMPILE = "--compile-bytecode"
+INSTALL = ("--no-config", "--no-build", "--link-mode", "hardlink", _COMPILE, "--require-hashes", "--no-deps")
+# Where uv finds packages, and how it gets there; not UV_PYTHON and others, which would lead it to another environment.
+_NETWORK = re.compile(r"UV_(\w*INDEX\w*|\w*TLS|\w*CERTS?|HTTP_\w+|INSECURE_HOST|KEYRING_PROVIDER)|SSL_CERT_(FILE|DIR)")
 
 
 def environments_root() -> Path:
@@ -68,7 +73,8 @@ def make_environment(
     """See to it that the environment is there. Output goes to `log`, and line by line to `on_line`.
 
     Two that want the same one make it once: the second waits.
-    Raises BuildError for a missing Python and for a step that fails, InfrastructureError if the disk is too small.
+    Raises BuildError for a missing Python or header and for a step that fails, InfrastructureError if the disk is too
+    small.
     """
     started = time.monotonic()
     folder = root / image.tag
@@ -77,8 +83,11 @@ def make_environment(
         cached = size is not None
         if size is None:
             _check_space(root)
+            recipe = steps(image.dockerfile, options.docker_dir)
+            if made_from_source(recipe):
+                check_headers()
             shutil.rmtree(folder, ignore_errors=True)
-            _Maker(folder, options, log, on_line).make(find_python(python), steps(image.dockerfile, options.docker_dir))
+            _Maker(folder, options, log, on_line).make(find_python(python), recipe)
             size = _size(folder)
             write_atomic(folder / MARKER, json.dumps({"schema": 1, "name": image.tag, "bytes": size}) + "\n")
     return BuiltImage(tag=image.tag, id=image.tag, bytes=size, seconds=time.monotonic() - started, cached=cached)
@@ -124,6 +133,16 @@ def find_python(version: str) -> Path:
     return python
 
 
+def check_headers() -> None:
+    """What vLLM's own code needs beyond what torch brings. Raises BuildError where it is missing."""
+    words = ["g++", "-fsyntax-only", "-x", "c++", "-include", "numa.h", os.devnull]
+    if subprocess.run(words, capture_output=True, timeout=60, check=False).returncode:
+        raise BuildError(
+            "this target is compiled from its source and needs numa.h, and g++ does not find it",
+            "Install it (Debian, Ubuntu: `apt-get install libnuma-dev`), or use Docker.",
+        )
+
+
 def _uv() -> str:
     from uv import find_uv_bin
 
@@ -132,21 +151,46 @@ def _uv() -> str:
 
 @dataclass(frozen=True)
 class _Maker:
-    """One environment in the making."""
+    """One environment in the making.
+
+    `outside` is set for a stage's, which is thrown away: the folder that stands for the root of the stage's image.
+    """
 
     folder: Path
     options: BuildOptions
     log: Path
     on_line: Callable[[str], None]
+    outside: Path | None = None
 
     def make(self, python: Path, recipe: tuple[Step, ...]) -> None:
         self._run([_uv(), "venv", "--no-config", "--python", str(python), str(self.folder)], self._for_uv())
         for step in recipe:
-            if isinstance(step, Install):
-                target = ["--python", str(self.folder), "-r", str(step.lock)]
-                self._run([_uv(), "pip", "install", *INSTALL, *target], self._for_uv())
-            else:
-                self._python(step)
+            match step:
+                case Install(lock):
+                    self._install(lock)
+                case Run():
+                    self._python(step)
+                case Copy():
+                    self._copy(python, step)
+
+    def _install(self, lock: Path) -> None:
+        # Byte code takes most of the time, and a stage imports next to nothing
+        options = [word for word in INSTALL if word != _COMPILE or self.outside is None]
+        self._run([_uv(), "pip", "install", *options, "--python", str(self.folder), "-r", str(lock)], self._for_uv())
+
+    def _copy(self, python: Path, step: Copy) -> None:
+        """Make the stage in a folder beside ours, so that uv can link there too, and take what it was made for."""
+        with _thrown_away(self.folder.with_name(f".{self.folder.name}.stage")) as root:
+            stage = replace(self, folder=_under(root, VENV), outside=root)
+            stage.make(python, step.steps)
+            source = _under(root, step.source)
+            if not source.is_dir():
+                raise BuildError(f"the stage left no {step.source}", f"Its Dockerfile copies it; see {self.log}.")
+            (target,) = self.folder.glob("lib/python3*/site-packages")
+            try:
+                shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, copy_function=_replace)
+            except OSError as error:
+                raise BuildError(f"{step.source} cannot be copied into the environment: {error}") from error
 
     def _python(self, step: Run) -> None:
         """A step writes into the file that it is given: never into one that uv's cache shares with others."""
@@ -154,20 +198,30 @@ class _Maker:
         for path in map(Path, arguments):
             if path.is_relative_to(self.folder) and path.stat().st_nlink > 1:
                 _detach(path)
-        with tempfile.TemporaryDirectory(prefix="vllm-matrix-") as home:
-            given = {"PATH": search_path(self.folder), "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+        with tempfile.TemporaryDirectory(prefix="vllm-matrix-", dir=self.outside) as home:
             # Python looks for modules in its working folder first: it must not be ours
-            self._run(["env", f"--chdir={home}", str(self.folder / "bin" / "python3"), *arguments], given)
+            self._run(
+                ["env", f"--chdir={home}", str(self.folder / "bin" / "python3"), *arguments], self._for_step(home)
+            )
 
-    def _expanded(self, argument: str) -> Iterator[str]:
-        inside = argument.removeprefix(f"{VENV}/")
-        if inside == argument:
-            yield argument
-            return
-        found = sorted(map(str, self.folder.glob(inside)))
+    def _expanded(self, argument: str | Path) -> Iterator[str]:
+        if isinstance(argument, Path) or not argument.startswith("/"):
+            yield str(argument)
+        elif argument.startswith(f"{VENV}/"):
+            yield from self._found(argument.removeprefix(f"{VENV}/"))
+        elif self.outside is not None:
+            place = _under(self.outside, argument)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            yield str(place)
+        else:
+            raise AssertionError(argument)  # the recipe has let none of these through
+
+    def _found(self, pattern: str) -> list[str]:
+        """The environment has one Python; a minor version in a path is the image's."""
+        found = sorted(map(str, self.folder.glob(re.sub(r"^lib/python3[^/]*/", "lib/python3*/", pattern))))
         if not found:
-            raise BuildError(f"the environment has no {inside}", f"Its Dockerfile asks for it; see {self.log}.")
-        yield from found
+            raise BuildError(f"the environment has no {pattern}", f"Its Dockerfile asks for it; see {self.log}.")
+        return found
 
     def _run(self, words: list[str], given: Mapping[str, str]) -> None:
         run_build(Builder(command=(words[0],)), words[1:], given, self.log, self.on_line)
@@ -181,9 +235,47 @@ class _Maker:
             given["SSL_CERT_FILE"] = str(self.options.ca_bundle)
         return given
 
+    def _for_step(self, home: str) -> dict[str, str]:
+        """As in an image: uv is on PATH, and reaches the index; of the rest of the user's variables it has nothing."""
+        tools = Path(home, "tools")
+        tools.mkdir()
+        (tools / "uv").symlink_to(_uv())
+        network = {
+            name: value for name, value in self._for_uv().items() if _NETWORK.fullmatch(name) or name.upper() in PROXIES
+        }
+        return {
+            **network,
+            "PATH": os.pathsep.join([search_path(self.folder), str(tools)]),
+            "VIRTUAL_ENV": str(self.folder),
+            "HOME": home,
+            "TMPDIR": home,
+            "LANG": "C.UTF-8",
+        }
+
+
+@contextlib.contextmanager
+def _thrown_away(folder: Path) -> Iterator[Path]:
+    """An empty folder, gone afterwards; what an end by SIGKILL left of it goes before."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _under(root: Path, path: str) -> Path:
+    """Where an absolute path of an image is, if `root` is its root."""
+    return root / path.removeprefix("/")
+
 
 def _detach(path: Path) -> None:
     """Give the file an inode of its own."""
-    own = path.with_name(f".{path.name}.own")
-    shutil.copy2(path, own)
-    own.replace(path)
+    _replace(path, path)
+
+
+def _replace(source: str | Path, target: str | Path) -> None:
+    """Copy into a new inode: the one that is there may be a link into uv's cache."""
+    own = Path(target).with_name(f".{Path(target).name}.own")
+    shutil.copy2(source, own)
+    own.replace(target)

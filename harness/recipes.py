@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -18,8 +18,11 @@ from harness.errors import ConfigurationError
 
 VENV = "/opt/venv"  # of an image; in a step's arguments it stands for the environment's folder
 
-# FROM: the base is Python, a compiler and an empty environment. USER, LABEL, ARG: of images and of their building only.
-_WITHOUT_EFFECT = frozenset({"FROM", "USER", "LABEL", "ARG"})
+# Of images and of their building only.
+_WITHOUT_EFFECT = frozenset({"USER", "LABEL", "ARG"})
+_FROM = re.compile(r"(?P<parent>\$\{BASE\}|\$BASE|[a-z][\w.-]*)(?: AS (?P<name>[a-z][\w.-]*))?")
+_COPY_FROM = re.compile(r"--from=(?P<stage>\S+) (?P<source>\S+) (?P<target>\S+)")
+_SITE_PACKAGES = re.compile(rf"{VENV}/lib/python3\.\d+/site-packages/?")
 
 
 @dataclass(frozen=True)
@@ -31,39 +34,120 @@ class Install:
 
 @dataclass(frozen=True)
 class Run:
-    """Run the environment's Python with these arguments; those that begin with VENV may be patterns of files."""
+    """Run the environment's Python with these arguments.
 
-    arguments: tuple[str, ...]
+    A Path is a file of the context. A string that begins with VENV may be a pattern of files of the environment; one
+    that begins with another folder of an image is a place for what a stage makes.
+    """
+
+    arguments: tuple[str | Path, ...]
 
 
-Step = Install | Run
+@dataclass(frozen=True)
+class Copy:
+    """Copy into site-packages what is in `source`, a folder that `steps` make in an environment of their own."""
+
+    steps: tuple[Step, ...]
+    source: str
+
+
+Step = Install | Run | Copy
 
 
 def steps(dockerfile: Path, context: Path) -> tuple[Step, ...]:
     """What the Dockerfile does to its environment, in order. Raises ConfigurationError for what cannot be followed."""
+    try:
+        return _followed(_last_stage(instructions(text_of(dockerfile))), context, ())
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{dockerfile} cannot be followed without Docker: {error}",
+            "It knows stages, COPY, and RUN of install-locked and python3, joined by &&; or run with --backend docker.",
+        ) from error
+
+
+def made_from_source(recipe: Iterable[Step]) -> bool:
+    """Whether something is made in a stage of its own: only compiling is worth one."""
+    return any(isinstance(step, Copy) for step in recipe)
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One FROM: the stage that it stands on (None: the base), those that it may copy from, and its instructions.
+
+    The base is Python, a compiler and an empty environment: the host's part.
+    """
+
+    name: str | None
+    parent: _Stage | None
+    earlier: Mapping[str, _Stage]
+    lines: list[str] = field(default_factory=list)
+
+    def chain(self) -> Iterator[tuple[_Stage, str]]:
+        """All instructions from the base on, each with the stage that it stands in."""
+        if self.parent is not None:
+            yield from self.parent.chain()
+        for line in self.lines:
+            yield self, line
+
+
+def _last_stage(lines: Iterable[str]) -> _Stage:
+    named: dict[str, _Stage] = {}
+    stage: _Stage | None = None
+    for line in lines:
+        keyword, _, rest = line.partition(" ")
+        if keyword == "FROM":
+            stage = _begun(rest, named)
+            if stage.name is not None:
+                named[stage.name] = stage
+        elif stage is not None:
+            stage.lines.append(line)
+        elif keyword != "ARG":
+            raise ValueError(line)
+    if stage is None:
+        raise ValueError("it has no FROM")
+    return stage
+
+
+def _begun(rest: str, named: Mapping[str, _Stage]) -> _Stage:
+    match = _FROM.fullmatch(rest)
+    on_base = match is not None and match["parent"].startswith("$")
+    if match is None or not (on_base or match["parent"] in named):
+        raise ValueError(f"FROM {rest}")
+    return _Stage(match["name"], None if on_base else named[match["parent"]], dict(named))
+
+
+def _followed(stage: _Stage, context: Path, outputs: Sequence[str]) -> tuple[Step, ...]:
+    """The steps of a stage, those of the stages under it first. `outputs` are the folders that it is made for."""
     files: dict[str, Path] = {}
     found: list[Step] = []
-    for line in instructions(text_of(dockerfile)):
-        try:
-            found += _follow(line, files, context)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"{dockerfile} cannot be followed without Docker: {error}",
-                "It knows COPY, and RUN with install-locked and python3, joined by &&; or run with --backend docker.",
-            ) from error
+    for owner, line in stage.chain():
+        keyword, _, rest = line.partition(" ")
+        if keyword == "COPY" and rest.startswith("--from="):
+            found.append(_copy(rest, owner, context))
+        elif keyword == "COPY":
+            files |= _copied(rest, context)
+        elif keyword == "RUN":
+            found += [step for words in _commands(rest) for step in _steps_of(words, files, outputs)]
+        elif keyword not in _WITHOUT_EFFECT:
+            raise ValueError(line)
     return tuple(found)
 
 
-def _follow(line: str, files: dict[str, Path], context: Path) -> list[Step]:
-    """The steps of one instruction; what it copies goes into `files`. Raises ValueError with the words not known."""
-    keyword, _, rest = line.partition(" ")
-    if keyword == "COPY":
-        files |= _copied(rest, context)
-    elif keyword == "RUN":
-        return [step for words in _commands(rest) for step in _steps_of(words, files)]
-    elif keyword not in _WITHOUT_EFFECT:
-        raise ValueError(line)
-    return []
+def _copy(rest: str, stage: _Stage, context: Path) -> Copy:
+    """What an earlier stage made goes into site-packages, whatever minor version of Python its path names."""
+    match = _COPY_FROM.fullmatch(rest)
+    if match is None or match["stage"] not in stage.earlier or not _SITE_PACKAGES.fullmatch(match["target"]):
+        raise ValueError(f"COPY {rest}")
+    source = match["source"].removesuffix("/")
+    if not re.fullmatch(r"/opt/[\w-]+", source) or source == VENV:
+        raise ValueError(f"COPY {rest}")
+    return Copy(_followed(stage.earlier[match["stage"]], context, (source,)), source)
+
+
+# --- instructions ----------------------------------------------------------------------------------------------------
 
 
 def _copied(rest: str, context: Path) -> dict[str, Path]:
@@ -84,21 +168,22 @@ def _commands(rest: str) -> Iterator[Sequence[str]]:
             yield [word for word in words if not re.match(r"--mount=|HOME=", word)]
 
 
-def _steps_of(words: Sequence[str], files: Mapping[str, Path]) -> Iterator[Step]:
+def _steps_of(words: Sequence[str], files: Mapping[str, Path], outputs: Sequence[str]) -> Iterator[Step]:
     match list(words):
         case ["install-locked", lock] if lock in files:
             yield Install(files[lock])
         case ["python3", *arguments] if arguments:
-            yield Run(tuple(_argument(word, files) for word in arguments))
+            yield Run(tuple(_argument(word, files, outputs) for word in arguments))
         case ["rm", "-rf", "/tmp/*"]:  # noqa: S108 - what a layer should not keep
             return
         case _:
             raise ValueError(shlex.join(words))
 
 
-def _argument(word: str, files: Mapping[str, Path]) -> str:
+def _argument(word: str, files: Mapping[str, Path], outputs: Sequence[str]) -> str | Path:
     if word in files:
-        return str(files[word])
-    if word.startswith("/") and not word.startswith(f"{VENV}/"):
+        return files[word]
+    known = word in outputs or word.startswith(f"{VENV}/")
+    if (word.startswith("/") and not known) or "=/" in word:
         raise ValueError(word)
     return word

