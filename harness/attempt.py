@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness import events as ev
+from harness import probes
 from harness.backends.base import Backend, Launch, Running
 from harness.cells import Cell
 from harness.errors import InfrastructureError
 from harness.job import Context, Job, cell_json, container_name, launch
 from harness.judge import Evidence
-from harness.plan import Planned
+from harness.plan import Planned, Unmet
 from harness.recorder import make_record
 from harness.records import ExitState, ImageRef, Record, attempt_folder, next_attempt, write_atomic, write_record
 from harness.stop import Stop
@@ -114,6 +115,18 @@ def _overdue(cell: Cell, elapsed: float, silent: float) -> str:
 def _evidence(out: Path, state: ExitState, infra: str) -> Evidence:
     events, faults = ev.read_events(out)
     return Evidence(events=events, faults=faults, done=ev.read_done(out), exit=state, infra=infra)
+
+
+def absent(planned: Planned, unmet: Unmet, context: Context, backend: str) -> Record:
+    """The record of a cell that does not exist in its target; its evidence is the probe's file. Nothing is started."""
+    number = next_attempt(context.results, context.run, planned.cell.id)
+    job = Job(planned=planned, number=number, image=unmet.known.image, reference=None)
+    folder = attempt_folder(context.results, context.run, planned.cell.id, number)
+    _prepare(folder, job)
+    write_atomic(folder / probes.FILE, probes.to_json(unmet.known.probe))
+    record = make_record(job, context, backend, datetime.now(UTC), Evidence(lacking=unmet.reason))
+    write_record(folder, record)
+    return record
 
 
 def missed(planned: Planned, context: Context, backend: str, reason: str, log: str) -> Record:

@@ -22,13 +22,15 @@ CELL = "<cell>"  # the check that stands for what happened outside the checks
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that is known about an attempt. `infra` is the harness's own failure before anything started, or empty."""
+    """All that is known about an attempt. `infra` is the harness's own failure before anything started, `lacking` what
+    a probe did not find and the cell needs, so that nothing was started; or empty."""
 
     events: Sequence[ev.Event] = ()
     faults: Sequence[str] = ()
     done: ev.Done | None = None
     exit: ExitState = _NEVER_STARTED
     infra: str = ""
+    lacking: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,9 @@ class _Cause:
 
 def judge(evidence: Evidence) -> Judgement:
     """The truth table. Checks run in one process, which writes as rank 0: no other rank can end one."""
+    if evidence.lacking:
+        absent = CheckRecord(id=CELL, status=Status.NA, reason=evidence.lacking)
+        return Judgement(status=Status.NA, reason=absent.reason, advice=None, checks=(absent,))
     evidence = replace(evidence, events=[event for event in evidence.events if event.rank == 0])
     cause = _cause(evidence)
     if not any(isinstance(event, ev.Hello) for event in evidence.events):

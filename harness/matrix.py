@@ -11,6 +11,7 @@ from harness.cells import Cell
 from harness.expectations import Expectation, axes_of, verdict
 from harness.records import CheckRecord, Record
 from harness.status import NOTRUN, UNEXPECTED, Status, Verdict, worst_verdict
+from harness.targets import TargetFacts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,11 +54,12 @@ class Square:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A run: its squares in the plan's order, and the targets that could not be planned."""
+    """A run: its squares in the plan's order, the targets that could not be planned, what is known of the others."""
 
     run: str
     squares: tuple[Square, ...]
     not_runnable: tuple[str, ...] = ()
+    targets: tuple[TargetFacts, ...] = ()
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -100,10 +102,11 @@ def build_matrix(
     now: datetime,
     max_age: timedelta,
     not_runnable: Sequence[str] = (),
+    targets: Sequence[TargetFacts] = (),
 ) -> Matrix:
     """The Matrix of the planned cells. Raises ConfigurationError where expectations contradict each other."""
     squares = tuple(_square(cell, records.get(cell.id), expectations, now, max_age) for cell in cells)
-    return Matrix(run=run, squares=squares, not_runnable=tuple(not_runnable))
+    return Matrix(run=run, squares=squares, not_runnable=tuple(not_runnable), targets=tuple(targets))
 
 
 def _square(

@@ -1,4 +1,4 @@
-"""matrix.toml → cells → a plan that says of every cell whether it will run or be reused, and why. Pure."""
+"""matrix.toml → cells → a plan that says of every cell whether it will run, be reused or be NA, and why. Pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from typing import Literal
 
 from harness.cells import Cell, Deadlines, Resources, Selection, cell_question, matches, select
 from harness.errors import ConfigurationError, NothingSelectedError
+from harness.probes import Known
 from harness.records import Record
 from harness.spec import MatrixSpec, ScenarioSpec, TargetSpec, parse_size
-from harness.status import NEVER_REUSED
+from harness.status import NEVER_REUSED, Status
 
-Action = Literal["run", "reuse"]
+Action = Literal["run", "reuse", "na"]
 Facts = Mapping[str, str]  # what a digest is made of: name → value
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unmet:
+    """Why a cell does not exist in its target: a capability that its probe found lacking, in the words of the probe."""
+
+    reason: str
+    known: Known
+
+
+@dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What will be done about a cell. `reuse` names the record to take over."""
+    """What will be done about a cell. `reuse` names the record to take over, `unmet` what makes it NA."""
 
     cell: Cell
     digest: str
@@ -31,6 +40,7 @@ class Planned:
     reason: str
     selected: bool  # False: only here because another cell needs it as a reference
     reuse: Record | None = None
+    unmet: Unmet | None = None
 
 
 def expand(spec: MatrixSpec) -> tuple[Cell, ...]:
@@ -117,16 +127,17 @@ def choose(
     """The cells to look at, each with whether it was selected (True) or is needed as a reference (False).
 
     Without a profile and without globs on ids, the default profile counts; without a device and without globs on ids,
-    the default device. Raises ConfigurationError for an unknown profile, NothingSelectedError for an idle selector.
+    the default device; without globs on targets, those of the profile.
+    Raises ConfigurationError for an unknown profile, NothingSelectedError for an idle selector.
     """
     name = profile or (None if selection.ids else spec.run.profile)
     devices = selection.devices or (() if selection.ids else (spec.run.device,))
     if name is not None and name not in spec.profiles:
         raise ConfigurationError(f"no such profile: {name}", f"Profiles in matrix.toml: {', '.join(spec.profiles)}.")
     _require_device(spec, devices)
+    targets = selection.targets or (spec.profiles[name].targets if name is not None else ())
     chosen = select(
-        cells,
-        Selection(ids=selection.ids, targets=selection.targets, devices=devices, scenarios=selection.scenarios),
+        cells, Selection(ids=selection.ids, targets=targets, devices=devices, scenarios=selection.scenarios)
     )
     if name is not None:
         globs = spec.profiles[name].select
@@ -185,33 +196,36 @@ def decide(
     now: datetime,
     max_age: timedelta,
     fresh: bool,
+    unmet: Mapping[str, Unmet] | None = None,
 ) -> tuple[Planned, ...]:
-    """The plan. `facts` and `earlier` (records of each cell, the newest first) are keyed by cell id.
+    """The plan. `facts`, `earlier` (records of each cell, the newest first) and `unmet` are keyed by cell id.
 
-    `fresh` forbids reuse.
+    `fresh` forbids reuse. What is lacking goes first: it says the same as any record, or better.
     """
     plan: list[Planned] = []
-    digests: dict[str, str] = {}
     for cell, selected in chosen:
         own = dict(facts[cell.id])
         if cell.reference:
-            own["reference"] = digests[cell.reference]
-        digests[cell.id] = digest(own)
+            own["reference"] = next(planned.digest for planned in plan if planned.cell.id == cell.reference)
+        planned = Planned(cell=cell, digest=digest(own), facts=own, action="run", reason="", selected=selected)
+        lacking = (unmet or {}).get(cell.id)
+        if lacking is not None:
+            plan.append(replace(planned, action="na", reason=lacking.reason, unmet=lacking))
+            continue
         records = earlier.get(cell.id, ())
-        same = next((record for record in records if record.digest == digests[cell.id]), None)
+        same = next((record for record in records if record.digest == planned.digest), None)
         reason = "asked to run afresh" if fresh else _why_run(own, records, same, now, max_age)
-        plan.append(
-            Planned(
-                cell=cell,
-                digest=digests[cell.id],
-                facts=own,
-                action="run" if reason else "reuse",
-                reason=reason or _why_reuse(same, now),
-                selected=selected,
-                reuse=None if reason else same,
-            )
-        )
+        if reason is None:
+            plan.append(replace(planned, action="reuse", reason=_why_reuse(same, now), reuse=same))
+        else:
+            plan.append(replace(planned, reason=reason))
     return tuple(plan)
+
+
+def without_idle_references(plan: Sequence[Planned]) -> tuple[Planned, ...]:
+    """The plan without what was only needed by cells that are NA by now."""
+    wanted = {planned.cell.reference for planned in plan if planned.action != "na"}
+    return tuple(planned for planned in plan if planned.selected or planned.cell.id in wanted)
 
 
 def _why_run(
@@ -222,6 +236,8 @@ def _why_run(
         return _what_changed(facts, records[0]) if records else "no record younger than the age limit"
     if same.status in NEVER_REUSED:
         return f"last time {same.status}"
+    if same.status is Status.NA and same.exit is not None and not same.exit.started:
+        return "last time NA without a start"  # by needs that were asked of it then: a digest knows nothing of them
     if same.started > now:
         return f"its last record is dated {same.started:%Y-%m-%d %H:%M}Z, which is still to come"
     if now - same.started > max_age:

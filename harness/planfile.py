@@ -23,7 +23,7 @@ class PlannedEntry(BaseModel):
     cell: Cell
     digest: str
     facts: dict[str, str] = {}
-    action: Literal["run", "reuse"]
+    action: Literal["run", "reuse", "na"]
     reason: str
     selected: bool
 

@@ -18,7 +18,9 @@ from harness.environments import environment_of
 from harness.errors import ConfigurationError
 from harness.expectations import Expectation, load_expectations
 from harness.images import BuildOptions, Image, ca_bundle, image_for
-from harness.plan import Facts, Planned, cell_facts, choose, decide, expand
+from harness.locks import require_current, target_lock
+from harness.needs import kept, unmet
+from harness.plan import Facts, Planned, cell_facts, choose, decide, expand, without_idle_references
 from harness.records import SCHEMA, Host, Record, Revision, history
 from harness.spec import CONFIG_NAME, MatrixSpec, load_spec
 
@@ -92,7 +94,7 @@ def build_options(project: Project, base: str | None = None, index_url: str | No
         index_url=index_url or images.index_url,
         ca_bundle=ca_bundle(None, os.environ),
         docker_dir=project.root / "docker",
-        no_cache=False,
+        revision=revision(project.root).commit,
     )
 
 
@@ -113,13 +115,14 @@ def images_for(
 
 
 def _image(project: Project, target: str, device: str, options: BuildOptions) -> Image:
-    own = next(spec for name, spec in project.spec.targets[target].devices.items() if name == device)
+    own = project.spec.targets[target].on(device)
     dockerfile = project.root / (own.dockerfile or f"docker/{target}/Dockerfile")
-    lock = project.root / (own.lock or f"docker/{target}/{device}.lock")
+    lock = project.root / target_lock(target, device, own)
     for path in (dockerfile, lock):
         if not path.is_file():
             raise ConfigurationError(f"target {target} on {device}: {path} does not exist")
-    return image_for(target, device, dockerfile, lock, options)
+    require_current(project.spec, project.root, target, device)
+    return image_for(target, device, dockerfile, lock, options, own.distribution)
 
 
 def make_plan(
@@ -133,7 +136,7 @@ def make_plan(
     """Choose the cells and decide about each. Reads files, starts nothing."""
     chosen = choose(project.spec, project.cells, selection, profile)
     earlier = history(project.results, datetime.now(UTC) - project.max_age)
-    return plan_cells(project, chosen, options, backend, earlier, fresh)
+    return without_idle_references(plan_cells(project, chosen, options, backend, earlier, fresh))
 
 
 def plan_cells(
@@ -154,6 +157,7 @@ def plan_cells(
         now=datetime.now(UTC),
         max_age=project.max_age,
         fresh=fresh,
+        unmet=unmet(project.spec, cells, kept(project.spec, project.suite, images)),
     )
 
 

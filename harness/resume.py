@@ -47,11 +47,13 @@ def rest_of(project: Project, folder: Path, options: BuildOptions, backend: str)
             "\n  ".join([head, *(_change(entry, today[entry.cell.id]) for entry in changed)]),
             "Undo the change, or start a new run: it reuses every record whose cell did not change.",
         )
-    plan = tuple(
-        replace(today[entry.cell.id], cell=entry.cell, reason="left by an interrupted run", selected=entry.selected)
-        for entry in left
-    )
+    plan = tuple(_left(entry, today[entry.cell.id]) for entry in left)
     return Rest(folder=folder, kept=tuple(kept), plan=plan)
+
+
+def _left(entry: PlannedEntry, today: Planned) -> Planned:
+    reason = today.reason if today.action == "na" else "left by an interrupted run"
+    return replace(today, cell=entry.cell, reason=reason, selected=entry.selected)
 
 
 def _today(

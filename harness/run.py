@@ -7,22 +7,25 @@ import hashlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from harness import models
-from harness.attempt import missed, run_attempt
+from harness.attempt import absent, missed, run_attempt
 from harness.backends.base import Backend
 from harness.cells import Cell
 from harness.errors import BuildError, ConfigurationError, InfrastructureError
+from harness.examination import Built, Examiner, unbuilt
 from harness.images import BuildOptions, BuiltImage, Image
 from harness.job import Context, Job
 from harness.matrix import Matrix, build_matrix
-from harness.plan import Planned, not_runnable
+from harness.needs import Pair, unmet
+from harness.plan import Planned, Unmet, not_runnable
 from harness.planfile import read_plan, write_plan
+from harness.probes import Known
 from harness.project import Project, host, images_for, owner, revision
 from harness.recorder import artifact
 from harness.records import (
@@ -37,6 +40,7 @@ from harness.records import (
 from harness.scheduler import Capacity, run_all, with_retries
 from harness.status import Status
 from harness.stop import Stop
+from harness.targets import read_facts, write_facts
 from harness.views.html import html
 from harness.views.jsonview import to_json
 from harness.views.markdown import markdown
@@ -60,6 +64,7 @@ class Tools:
     options: BuildOptions
     progress: Progress
     engine: str
+    patience: float = 1.0  # stretches the deadlines of probes; those of cells are in their plan
     stop: Stop = field(default_factory=Stop)
 
 
@@ -97,7 +102,7 @@ def execute(project: Project, plan: Sequence[Planned], tools: Tools, resumed: Pa
     folder = resumed or project.results / "runs" / new_run(datetime.now(UTC))
     context = _context(project, folder.name, tools.engine)
     interrupted = False
-    failed: dict[tuple[str, str], BuildError] = {}
+    failed: dict[Pair, BuildError] = {}
     with _held(folder):
         if resumed is None:
             write_plan(folder, folder.name, plan, not_runnable(project.spec))
@@ -105,8 +110,12 @@ def execute(project: Project, plan: Sequence[Planned], tools: Tools, resumed: Pa
             models.generate(context.models)
             done = finished(folder) if resumed else _take_over(plan, context, tools.progress)
             with tools.progress.shown():
-                built, failed = _build(project, plan, tools, folder)
+                images = images_for(project, [p.cell for p in plan], tools.options, tools.backend.name)
+                built, failed = _build(plan, images, tools, folder)
+                plan, broken = _look(project, plan, images, built, failed, context, tools)
+                failed |= broken
                 done |= _missed(plan, failed, context, tools.backend.name)
+                done |= _absent(plan, context, tools)
                 _run(project, plan, built, done, context, tools)
         except KeyboardInterrupt:
             interrupted = True
@@ -171,13 +180,15 @@ def _take_over(plan: Sequence[Planned], context: Context, progress: Progress) ->
 
 
 def _build(
-    project: Project, plan: Sequence[Planned], tools: Tools, folder: Path
-) -> tuple[dict[tuple[str, str], ImageRef], dict[tuple[str, str], BuildError]]:
+    plan: Sequence[Planned], images: Mapping[Pair, Image], tools: Tools, folder: Path
+) -> tuple[dict[Pair, Built], dict[Pair, BuildError]]:
     """Build what the cells to run need. A failed build stops no other target."""
-    wanted = images_for(project, [p.cell for p in plan if p.action == "run"], tools.options, tools.backend.name)
-    built: dict[tuple[str, str], ImageRef] = {}
-    failed: dict[tuple[str, str], BuildError] = {}
-    for pair, image in wanted.items():
+    wanted = {(p.cell.target, p.cell.device) for p in plan if p.action == "run"}
+    built: dict[Pair, Built] = {}
+    failed: dict[Pair, BuildError] = {}
+    for pair, image in images.items():
+        if pair not in wanted:
+            continue
         try:
             built[pair] = _build_one(image, tools, folder)
         except BuildError as error:
@@ -186,7 +197,7 @@ def _build(
     return built, failed
 
 
-def _build_one(image: Image, tools: Tools, folder: Path) -> ImageRef:
+def _build_one(image: Image, tools: Tools, folder: Path) -> Built:
     log = folder / "images" / f"{image.target}-{image.device}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     tools.progress.say(f"build  {image.tag}, log in {log}")
@@ -195,11 +206,66 @@ def _build_one(image: Image, tools: Tools, folder: Path) -> ImageRef:
     how = "was there" if result.cached else f"built in {result.seconds:.0f} s"
     tools.progress.say(f"image  {image.tag} {how}, {result.bytes / 1e9:.2f} GB")
     lock = hashlib.sha256(image.lock.read_bytes()).hexdigest()
-    return ImageRef(tag=result.tag, id=result.id, lock_sha256=lock)
+    reference = ImageRef(tag=result.tag, id=result.id, lock_sha256=lock)
+    return Built(image=reference, bytes=result.bytes, seconds=None if result.cached else result.seconds)
+
+
+def _look(
+    project: Project,
+    plan: Sequence[Planned],
+    images: Mapping[Pair, Image],
+    built: Mapping[Pair, Built],
+    failed: Mapping[Pair, BuildError],
+    context: Context,
+    tools: Tools,
+) -> tuple[tuple[Planned, ...], dict[Pair, BuildError]]:
+    """Write down what is known of each target; the plan by what was found, and images that are not what they should be.
+
+    Probes run one after the other, before any cell: they would be in each other's way.
+    """
+    folder = context.results / "runs" / context.run
+    if built:
+        tools.backend.check(project.results, next(iter(built.values())).image.id)
+    examiner = Examiner(
+        spec=project.spec,
+        context=context,
+        backend=tools.backend,
+        progress=tools.progress,
+        stop=tools.stop,
+        folder=folder,
+        patience=tools.patience * project.spec.run.timeout_multiplier,
+    )
+    known: dict[Pair, Known] = {}
+    broken: dict[Pair, BuildError] = {}
+    for pair, image in images.items():
+        error = failed.get(pair)
+        look = unbuilt(project.spec, pair, error) if error else examiner.look(pair, image, built.get(pair))
+        write_facts(folder, look.facts)
+        if look.failed is not None and pair in built:
+            broken[pair] = look.failed
+            tools.progress.say(f"build  {image.tag}: {look.failed.message}")
+        elif look.known is not None:
+            known[pair] = look.known
+    lacking = unmet(project.spec, [p.cell for p in plan if p.action == "run"], known)
+    return tuple(_without(planned, lacking.get(planned.cell.id)) for planned in plan), broken
+
+
+def _without(planned: Planned, lacking: Unmet | None) -> Planned:
+    return planned if lacking is None else replace(planned, action="na", reason=lacking.reason, unmet=lacking)
+
+
+def _absent(plan: Sequence[Planned], context: Context, tools: Tools) -> dict[str, Record]:
+    """Records of the cells that do not exist in their target."""
+    records = {}
+    for planned in plan:
+        if planned.unmet is not None:
+            records[planned.cell.id] = absent(planned, planned.unmet, context, tools.backend.name)
+            tools.progress.say(f"na     {planned.cell.id}: {planned.reason}")
+    return records
 
 
 def _missed(
-    plan: Sequence[Planned], failed: Mapping[tuple[str, str], BuildError], context: Context, backend: str
+    plan: Sequence[Planned], failed: Mapping[Pair, BuildError], context: Context, backend: str
 ) -> dict[str, Record]:
     records = {}
     for planned in plan:
@@ -213,7 +279,7 @@ def _missed(
 def _run(
     project: Project,
     plan: Sequence[Planned],
-    built: Mapping[tuple[str, str], ImageRef],
+    built: Mapping[Pair, Built],
     done: Mapping[str, Record],
     context: Context,
     tools: Tools,
@@ -221,11 +287,10 @@ def _run(
     queue = [p for p in plan if p.action == "run" and p.cell.id not in done]
     if not queue:
         return
-    tools.backend.check(project.results, next(iter(built.values())).id)
     tools.progress.total = len(queue)
 
     def attempt(planned: Planned) -> Record:
-        image = built[planned.cell.target, planned.cell.device]
+        image = built[planned.cell.target, planned.cell.device].image
         return _attempt(planned, image, context, tools)
 
     capacity = Capacity(cpus=context.host.cpus, memory=context.host.memory - ENGINE_OVERHEAD)
@@ -270,6 +335,7 @@ def load_matrix(project: Project, folder: Path) -> Matrix:
         datetime.now(UTC),
         project.max_age,
         plan.not_runnable,
+        read_facts(folder, [(entry.cell.target, entry.cell.device) for entry in plan.cells]),
     )
 
 

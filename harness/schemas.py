@@ -14,8 +14,10 @@ from pydantic import TypeAdapter
 from harness.events import Done, Event
 from harness.expectations import ExpectationsFile
 from harness.planfile import PlanFile
+from harness.probes import Probe
 from harness.records import Record
 from harness.spec import MatrixSpec
+from harness.targets import TargetFacts
 
 FOLDER = Path("docs/schemas")
 
@@ -26,6 +28,8 @@ ADAPTERS: dict[str, TypeAdapter[Any]] = {
     "done": TypeAdapter(Done),
     "plan": TypeAdapter(PlanFile),
     "record": TypeAdapter(Record),
+    "probe": TypeAdapter(Probe),
+    "target": TypeAdapter(TargetFacts),
 }
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.backends.base import Launch
+from harness.backends.base import COMMAND, Launch
 from harness.errors import InfrastructureError
 from harness.events import file_name
 from harness.records import ExitState
@@ -20,20 +20,25 @@ Script = Callable[[Launch, threading.Event], ExitState]
 
 
 class ScriptedBackend:
-    """Runs `script(launch, stopped)` in a thread; `stopped` is set by SIGTERM. `close` waits for no script."""
+    """Runs `script(launch, stopped)` in a thread; `stopped` is set by SIGTERM. `close` waits for no script.
+
+    Probes run `probe` instead, and are no `launches`; by itself it leaves nothing, and nothing is known of a target.
+    """
 
     name = "scripted"
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, probe: Script | None = None) -> None:
         self.script = script
+        self.probe = probe or silent
         self.launches: list[Launch] = []
+        self.probes: list[Launch] = []
         self.alive = 0
 
     def check(self, scratch: Path, image: str) -> None:
         pass
 
     def start(self, launch: Launch) -> ScriptedRunning:
-        self.launches.append(launch)
+        (self.launches if launch.command == COMMAND else self.probes).append(launch)
         return ScriptedRunning(self, launch)
 
 
@@ -47,7 +52,8 @@ class ScriptedRunning:
         self._thread.start()
 
     def _run(self, launch: Launch) -> None:
-        self._state = self._backend.script(launch, self._stopped)
+        script = self._backend.script if launch.command == COMMAND else self._backend.probe
+        self._state = script(launch, self._stopped)
 
     def ended(self, seconds: float) -> bool:
         self._thread.join(min(seconds, 0.02))
@@ -143,7 +149,7 @@ class RefusingBackend(ScriptedBackend):
         self.refusals = refusals
 
     def start(self, launch: Launch) -> ScriptedRunning:
-        if self.refusals:
+        if self.refusals and launch.command == COMMAND:
             self.refusals -= 1
             raise InfrastructureError("no space left on device")
         return super().start(launch)

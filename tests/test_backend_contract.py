@@ -86,6 +86,15 @@ class Bench:
             state = running.close()
         return state
 
+    def run_command(self, *words: str) -> ExitState:
+        """Another command of the same place."""
+        running = self.backend.start(replace(self.launch(""), command=words))
+        try:
+            assert running.ended(120), "still running after two minutes"
+        finally:
+            state = running.close()
+        return state
+
     def output(self, name: str = "stdout.log") -> bytes:
         return (self.folder / "work" / name).read_bytes()
 
@@ -153,6 +162,12 @@ def wait_for(condition: Callable[[], object], seconds: float = 30) -> None:
 
 
 # --- what every back end promises ------------------------------------------------------------------------------------
+
+
+def test_another_command_of_the_same_python(bench: Bench) -> None:
+    code = "import os, sys; open(os.environ['VLLM_MATRIX_OUT'] + '/seen.json', 'w').write('[\"%s\"]' % sys.argv[1])"
+    assert bench.run_command("python3", "-c", code, "cpu").exit_code == 0
+    assert bench.left("seen.json") == ["cpu"]
 
 
 def test_what_it_is_handed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,3 +141,17 @@ def test_deadlines_do_not_change_the_digest_and_everything_else_does(pair: list[
         replace(cell, ranks=2),
     ):
         assert digest(cell_facts(other, SHARED)) != base
+
+
+def test_a_profile_may_hold_some_targets_only(spec_file: Path) -> None:
+    text = spec_file.read_text().replace('select = ["*[model=qwen2_vl]"]', 'select = ["*"]\ntargets = ["vllm-0.8.*"]')
+    spec_file.write_text(text)
+    spec = load_spec(spec_file)
+    cells = expand(spec)
+
+    def targets(profile: str | None, **selectors: list[str]) -> set[str]:
+        return {cell.target for cell, _ in choose(spec, cells, Selection(**selectors), profile)}
+
+    assert targets(None) == {"vllm-0.8.5"}
+    assert targets("full") == {"vllm-0.8.5", "vllm-0.10.0"}
+    assert targets(None, targets=["vllm-0.10.0"]) == {"vllm-0.10.0"}  # said so: the profile's own limit does not count

@@ -71,11 +71,11 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def press(backend: ScriptedBackend, times: int) -> threading.Thread:
-    """Ctrl-C, `times` times, once a cell runs."""
+def press(backend: ScriptedBackend, times: int, probe: bool = False) -> threading.Thread:
+    """Ctrl-C, `times` times, once a cell, or a probe, runs."""
 
     def presses() -> None:
-        while not backend.alive:
+        while not (backend.probes if probe else backend.launches):
             time.sleep(0.01)
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
@@ -112,6 +112,18 @@ def test_twice_kills_at_once_and_still_writes_the_table(project: Project) -> Non
     assert records_of(outcome.folder) == {}
     assert (outcome.folder / "matrix.md").is_file()
     assert {square.status for square in outcome.matrix.squares} == {"NOTRUN"}
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_probe_is_ended_at_once(project: Project, times: int) -> None:  # noqa: F811
+    backend = ScriptedBackend(scripted.passes, scripted.deaf)
+    thread = press(backend, times, probe=True)
+    begin, stop = time.monotonic(), Stop()
+    with stop.on_signals():
+        outcome = go(project, backend, stop=stop)
+        assert time.monotonic() - begin < attempt.GRACE / 2
+        thread.join()
+    assert (outcome.exit_code, backend.alive, backend.launches) == (130, 0, [])
 
 
 def test_an_interrupted_build_is_an_interrupted_run(project: Project) -> None:  # noqa: F811

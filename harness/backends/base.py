@@ -42,7 +42,7 @@ def environment(*, tmp: str, suite: str, inputs: str, out: str, models: str) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One attempt, ready to start. `folder` holds `in/` and `out/`.
+    """One attempt, or a probe, ready to start. `folder` holds `in/` and `out/`.
 
     `image` is an image ID, never a tag; where there are no images, the name of an environment.
     """
@@ -56,6 +56,7 @@ class Launch:
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Resources
     gpus: tuple[str, ...] = ()  # UUIDs
+    command: tuple[str, ...] = COMMAND  # by the `python3` of the image or environment
 
 
 class Running(Protocol):

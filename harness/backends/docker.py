@@ -18,7 +18,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.models.containers import Container
 from docker.types import CancellableStream, DeviceRequest, LogConfig, Mount
 
-from harness.backends.base import COMMAND, MAX_OUTPUT, Launch, Running, environment
+from harness.backends.base import MAX_OUTPUT, Launch, Running, environment
 from harness.errors import DockerMissingError, InfrastructureError
 from harness.records import ExitState
 
@@ -101,7 +101,7 @@ class DockerBackend:
 
     def start(self, launch: Launch) -> Running:
         with _infrastructure("the container could not be created"):
-            container = self._client.containers.create(launch.image, list(COMMAND), **_settings(launch))
+            container = self._client.containers.create(launch.image, list(launch.command), **_settings(launch))
         running = _DockerRunning(container, launch.folder)
         try:
             with _infrastructure("the container could not be started"):
@@ -166,7 +166,7 @@ def command_line(launch: Launch, interactive: bool = False) -> list[str]:
         words += ["--env", f"{name}={value}"]
     if launch.gpus:
         words += ["--gpus", f'"device={",".join(launch.gpus)}"']
-    return [*words, launch.image, *(("bash",) if interactive else COMMAND)]
+    return [*words, launch.image, *(("bash",) if interactive else launch.command)]
 
 
 def mounts(launch: Launch) -> list[Mount]:

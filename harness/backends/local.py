@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from harness.backends import keeper
-from harness.backends.base import COMMAND, MAX_OUTPUT, Launch, Running, environment
+from harness.backends.base import MAX_OUTPUT, Launch, Running, environment
 from harness.errors import InfrastructureError
 from harness.records import ExitState
 
@@ -62,7 +62,7 @@ class LocalBackend:
         mark = f"{launch.name}-{uuid.uuid4().hex}"
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", keeper.__file__, str(scratch), str(python), *COMMAND[1:]],
+                [sys.executable, "-I", keeper.__file__, str(scratch), str(python), *launch.command[1:]],
                 env={**variables(launch, self._root, scratch), MARK: mark},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -125,7 +125,7 @@ def command_line(launch: Launch, root: Path, interactive: bool = False) -> list[
     if interactive:
         given["TERM"] = os.environ.get("TERM", "dumb")
     words = ["env", "-i", f"--chdir={scratch}", *(f"{name}={value}" for name, value in given.items())]
-    return [*words, *(("bash",) if interactive else (str(_python(root, launch.image)), *COMMAND[1:]))]
+    return [*words, *(("bash",) if interactive else (str(_python(root, launch.image)), *launch.command[1:]))]
 
 
 class _LocalRunning:

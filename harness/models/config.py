@@ -85,6 +85,7 @@ def _vision_config(spec: ModelSpec, vision: VisionSize) -> Json:
         "depth": vision.layers,
         "num_heads": vision.heads,
         "in_channels": vision.channels,
+        "in_chans": vision.channels,  # as real checkpoints have it: vLLM 0.6.3 reads this one
         "patch_size": vision.patch,
         "spatial_merge_size": vision.merge,
         "spatial_patch_size": vision.patch,

@@ -66,6 +66,11 @@ def _frames(exc: BaseException) -> list[dict[str, Any]]:
     return frames
 
 
+def raised_in(exc: BaseException) -> list[str]:
+    """Code files from the outermost frame to the one that raised."""
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(exc.__traceback__)]
+
+
 def _below_runner(trace: TracebackType | None) -> TracebackType | None:
     """``trace`` without the runner's frames on top, unless there are no others."""
     below = trace

@@ -45,17 +45,18 @@ NAMED = (
 
 def facts() -> dict[str, Any]:
     """The fields of ``hello``: python, platform, distributions, distributions_sha256."""
-    installed = _installed()
-    listing = "".join(f"{name}=={version}\n" for name, version in sorted(installed.items()))
+    found = installed()
+    listing = "".join(f"{name}=={version}\n" for name, version in sorted(found.items()))
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "distributions": {name: installed[name] for name in NAMED if name in installed},
+        "distributions": {name: found[name] for name in NAMED if name in found},
         "distributions_sha256": hashlib.sha256(listing.encode()).hexdigest(),
     }
 
 
-def _installed() -> dict[str, str]:
+def installed() -> dict[str, str]:
+    """Versions of all distributions, by canonical name."""
     found: dict[str, str] = {}
     for dist in metadata.distributions():
         name = dist.metadata["Name"]

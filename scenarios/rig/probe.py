@@ -44,6 +44,16 @@ def parameters(function: Any) -> frozenset[str]:
         return frozenset()
 
 
+def signature(function: Any) -> str:
+    """``(level: int = 1)``, as of a method that is called on an object; empty when it has none to look at."""
+    try:
+        found = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""
+    kept = [parameter for name, parameter in found.parameters.items() if name != "self"]
+    return str(found.replace(parameters=kept))
+
+
 def engine_options() -> frozenset[str]:
     """What ``LLM(...)`` accepts: its own parameters and, through ``**kwargs``, the fields of ``EngineArgs``."""
     import vllm

@@ -19,6 +19,10 @@ import numpy
 import tiny
 
 from vllm import worker
+from vllm.model_executor.models import registry
+
+if "does-not-import" in json.loads(os.environ.get("FAKE_VLLM", "{}")).get("bugs", []):
+    raise ImportError("libnuma.so.1: cannot open shared object file")
 
 DEFAULT = {"core": "v0", "inproc": False, "bugs": [], "sleep": False, "sleep_mode": False}
 SCRIPT = {**DEFAULT, **json.loads(os.environ.get("FAKE_VLLM", "{}"))}
@@ -40,14 +44,32 @@ class EngineArgs:
     distributed_executor_backend: str | None = None
 
     def create_model_config(self):
+        if "not-loadable" in BUGS:
+            registry.raise_for_unsupported()
+        if "breaks" in BUGS:
+            raise RuntimeError("Failed to infer device type")
+        if "hangs-in-config" in BUGS:
+            time.sleep(3600)
+        if "dies-in-config" in BUGS:
+            os.kill(os.getpid(), signal.SIGSEGV)
         if self.enable_sleep_mode and not SCRIPT["sleep_mode"]:
             raise ValueError("1 validation error\n  Value error, Sleep mode is not supported on current platform.")
 
     def create_engine_config(self):
         if "no-launcher" in BUGS:
             raise ValueError("Unrecognized distributed executor backend external_launcher. Supported values are ...")
+        v1 = os.environ.get("VLLM_USE_V1") == "1"
+        if v1 and {"refuses-v1", "refuses-float32"} & {*BUGS} and self.dtype == "float32":
+            raise NotImplementedError("VLLM_USE_V1=1 is not supported with --dtype torch.float32.")
+        if v1 and "refuses-v1" in BUGS:
+            raise NotImplementedError("VLLM_USE_V1=1 is not supported with device type=cpu.")
         backend = "mp" if "falls-back" in BUGS else self.distributed_executor_backend
-        return SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=backend))
+        worker_cls = "vllm.worker.V1Worker" if v1 and "no-v1-worker" not in BUGS else "vllm.worker.Worker"
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(distributed_executor_backend=backend, worker_cls=worker_cls),
+            model_config=SimpleNamespace(get_head_size=lambda: 8, dtype=self.dtype),
+            cache_config=SimpleNamespace(block_size=None),
+        )
 
 
 @dataclasses.dataclass

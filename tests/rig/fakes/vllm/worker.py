@@ -118,3 +118,10 @@ def make(script, bugs, args, blocks):
         bases += (getattr(importlib.import_module(module), name),)
     device = "cuda" if script["sleep_mode"] else "cpu"
     return type("FakeWorker", bases, {})(args.model, blocks, bugs, device, args.enable_sleep_mode)
+
+
+class V1Worker(Worker):
+    """A class that V1's core can ask."""
+
+    def get_kv_cache_spec(self):
+        return {}
