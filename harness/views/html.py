@@ -25,7 +25,8 @@ from harness.records import PropertyValue, Record
 from harness.status import UNEXPECTED, Status, Verdict
 from harness.views.causes import ABSENT, MEANING, Cause, causes, distinct, signature
 from harness.views.material import Excerpt, Material, attempt_path
-from harness.views.text import cause
+from harness.views.targets import change_text, changes, identity, places, traits, troubles, words
+from harness.views.text import cause, cut, duration, many, size
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -183,32 +184,11 @@ def started(run: str) -> datetime | None:
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def duration(seconds: float) -> str:
-    """`0.08 s`, `2.5 s`, `40 s`, `1 min 50 s`, `2 h 05 min`"""
-    if seconds < 59.5:
-        return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
 def age(record: Record, now: datetime) -> str:
     old = max(now - record.started, timedelta())
     if old.days:
         return f"{old.days} d old"
     return f"{old.seconds // 3600} h old" if old.seconds >= 3600 else f"{old.seconds // 60} min old"
-
-
-def size(count: float) -> str:
-    """Bytes, in units of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"
 
 
 def quantity(value: float, unit: str) -> str:
@@ -224,10 +204,6 @@ def fact(value: PropertyValue | tuple[PropertyValue, ...]) -> str:
     if value is None:
         return "none"
     return str(value) if not isinstance(value, bool) else "yes" if value else "no"
-
-
-def cut(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[:length]}… ({many(len(text) - length, 'character')} more)"
 
 
 def web(link: str | None) -> str | None:
@@ -273,10 +249,11 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    words = (many, duration, age, size, quantity, fact, cut, web, slug)
-    environment.filters |= {word.__name__: word for word in words} | {"code": _code, "attempt": attempt_path}
+    filters = (many, duration, age, size, quantity, fact, cut, web, slug, change_text, identity, places, words)
+    environment.filters |= {word.__name__: word for word in filters} | {"code": _code, "attempt": attempt_path}
     environment.globals |= {"MEANING": MEANING, "NEXT": NEXT, "Verdict": Verdict, "Status": Status}
     environment.globals |= {"ABSENT": ABSENT, "CELL": CELL, "ROWS": ROWS}
+    environment.globals |= {"changes": changes, "traits": traits, "troubles": troubles}
     return environment
 
 

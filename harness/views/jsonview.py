@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.matrix import JudgedCheck, Matrix, Square
 from harness.plan import Planned
+from harness.targets import TargetFacts
 
 
 def to_json(matrix: Matrix) -> str:
@@ -24,7 +25,13 @@ def document(matrix: Matrix) -> dict[str, Any]:
         "columns": list(matrix.columns),
         "not_runnable": list(matrix.not_runnable),
         "cells": [_square(square) for square in matrix.squares],
+        "targets": [_target(facts) for facts in matrix.targets],
     }
+
+
+def _target(facts: TargetFacts) -> dict[str, Any]:
+    """All that is known of it; `row` as the cells have it."""
+    return {"row": facts.row, **facts.model_dump(mode="json", by_alias=True, exclude_none=True)}
 
 
 def _square(square: Square) -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""The Matrix as Markdown: a table, and below it what is not simply ok."""
+"""The Matrix as Markdown: a table, and below it what is not simply ok, and what the targets are."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from harness.matrix import Matrix
+from harness.status import Verdict
+from harness.targets import TargetFacts
 from harness.views.causes import Cause, causes
-from harness.views.text import square_text, summary
+from harness.views.targets import change_text, changes, identity, mark, places, traits, troubles, words
+from harness.views.text import ABSENT, MARK, square_text, summary
 
 
 def markdown(matrix: Matrix) -> str:
@@ -14,6 +18,7 @@ def markdown(matrix: Matrix) -> str:
     lines = [f"# Matrix {matrix.run}", "", summary(matrix) + ".", ""]
     lines += _table(matrix)
     lines += _remarks(matrix)
+    lines += _targets(matrix)
     if matrix.not_runnable:
         lines += ["", f"Not in the table, for want of a lock: {', '.join(matrix.not_runnable)}."]
     return "\n".join(lines) + "\n"
@@ -41,6 +46,61 @@ def _cause(cause: Cause) -> list[str]:
         checks = ", ".join(escape(judged.check.id) for judged in affected.checks)
         lines.append(f"  - {affected.status} {escape(affected.square.cell.id)}" + (f": {checks}" if checks else ""))
     return lines
+
+
+def _targets(matrix: Matrix) -> list[str]:
+    """What each target is, what it can do, and what its lock changes."""
+    if not matrix.targets:
+        return []
+    lines = ["", "## Targets", "", *_identities(matrix.targets)]
+    if found := troubles(matrix):
+        lines += ["", *(f"- {escape(row)}: {escape(why)}" for row, why in found)]
+    return [*lines, *_capabilities(matrix.targets), *_changes(matrix.targets)]
+
+
+def _identities(targets: Sequence[TargetFacts]) -> list[str]:
+    rows = [{"target": facts.row, **identity(facts)} for facts in targets]
+    return _pipes(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def _capabilities(targets: Sequence[TargetFacts]) -> list[str]:
+    """All rows; below them the words of those that are not there."""
+    found = traits(targets)
+    if not found:
+        return []
+    rows = [[trait.name, *map(mark, trait.found)] for trait in found]
+    lines = ["", "### Capabilities", "", f"{MARK[Verdict.OK]} is there, {ABSENT} is not, empty: nobody could tell.", ""]
+    lines += _pipes(["capability", *(facts.row for facts in targets)], rows)
+    said = [(trait, some) for trait in found for some in trait.said if not some.found.available]
+    words_of = [
+        f"- {escape(trait.name)}, {ABSENT} in {escape(places(some.rows, targets))}: {escape(words(some.found))}"
+        for trait, some in said
+    ]
+    return [*lines, "", *words_of] if said else lines
+
+
+def _changes(targets: Sequence[TargetFacts]) -> list[str]:
+    lines = []
+    for changed in changes(targets):
+        change = changed.change
+        link = f", {_link(change.link)}" if change.link else ""
+        lines.append(
+            f"- **{escape(change.name)}**: {escape(change_text(change))}: {escape(change.reason)}{link} "
+            f"({escape(places(changed.rows, targets))})"
+        )
+    return ["", "### What the locks change in what their packages ask for", "", *lines] if lines else []
+
+
+def _link(text: str) -> str:
+    return f"<{text}>" if re.fullmatch(r"https?://[^\s<>|]+", text) else escape(text)
+
+
+def _pipes(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(map(escape, head)) + " |",
+        "|---" * len(head) + "|",
+        *("| " + " | ".join(map(escape, row)) + " |" for row in rows),
+    ]
 
 
 def escape(text: str) -> str:

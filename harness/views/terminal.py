@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live as RichLive
 from rich.table import Column, Table
 from rich.text import Text
@@ -19,8 +20,13 @@ from harness.plan import Planned
 from harness.records import Record
 from harness.status import Status, Verdict
 from harness.tail import Live
+from harness.targets import TargetFacts
 from harness.views.causes import Cause, causes
+from harness.views.terminal_targets import target_detail, targets_report
 from harness.views.text import cause, square_text, summary
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 STYLE = {
     Verdict.OK: "green",
@@ -46,12 +52,62 @@ def plan_table(plan: Sequence[Planned]) -> Table:
     return table
 
 
-def matrix_table(matrix: Matrix) -> Table:
-    table = Table(title=f"run {matrix.run}", title_justify="left")
+@dataclass(frozen=True)
+class MatrixTable:
+    """The table; in blocks below each other where a terminal has no room for all columns side by side."""
+
+    matrix: Matrix
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        pivot = self.matrix.pivot()
+        room = options.max_width - max(map(len, (*self.matrix.rows, "target"))) - FRAME - 1
+        title = f"run {self.matrix.run}"
+        for block in _blocks([_widths(pivot[column])[0] for column in pivot.columns], room) or [[]]:
+            yield _table(pivot.iloc[:, block], title, room)
+            title = "further columns"
+
+
+FRAME = 3  # what a column of a table has beside its text
+
+
+def _blocks(least: Sequence[int], room: int) -> list[list[int]]:
+    """Numbers of columns that fit side by side; a column that is wider than all of the room stands alone."""
+    blocks: list[list[int]] = []
+    left = 0
+    for number, width in enumerate(least):
+        if not blocks or width + FRAME > left:
+            blocks.append([])
+            left = room
+        blocks[-1].append(number)
+        left -= width + FRAME
+    return blocks
+
+
+def _spread(widths: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """What is left of the room goes to those that can use it, a character each in turn."""
+    given = [min(least, max(room - FRAME, 1)) for least, _ in widths]
+    left = room - sum(width + FRAME for width in given)
+    for _ in range(max(0, left)):
+        needy = [number for number, (_, most) in enumerate(widths) if given[number] < most]
+        if not needy:
+            break
+        given[min(needy, key=lambda number: given[number] - widths[number][0])] += 1
+    return given
+
+
+def _widths(column: pd.Series[Any]) -> tuple[int, int]:
+    """The longest word, which a narrower column breaks, and the longest line."""
+    texts = [_heading(str(column.name)), *(_square(value).plain for value in column)]
+    words = (word for text in texts for word in text.split())
+    return max(map(len, words)), max(len(line) for text in texts for line in text.splitlines())
+
+
+def _table(pivot: pd.DataFrame, title: str, room: int) -> Table:
+    table = Table(title=title, title_justify="left")
     table.add_column("target", no_wrap=True)
-    pivot = matrix.pivot()
-    for column in pivot.columns:
-        table.add_column(Text(_heading(column)), overflow="fold")
+    widths = _spread([_widths(pivot[column]) for column in pivot.columns], room)
+    for column, width in zip(pivot.columns, widths, strict=True):
+        table.add_column(Text(_heading(column)), overflow="fold", width=width)
     for name, row in zip(pivot.index, pivot.itertuples(index=False), strict=True):
         table.add_row(str(name), *(_square(value) for value in row))
     return table
@@ -67,8 +123,8 @@ def _square(value: object) -> Text:
 
 
 def report(matrix: Matrix) -> RenderableType:
-    """The table, the counts, and what is not simply ok by cause."""
-    parts: list[RenderableType] = [matrix_table(matrix), Text(summary(matrix))]
+    """The targets, the table, the counts, and what is not simply ok by cause: what matters most stands last."""
+    parts: list[RenderableType] = [*targets_report(matrix), MatrixTable(matrix), Text(summary(matrix))]
     parts += [_cause(found) for found in causes(matrix.squares)]
     if matrix.not_runnable:
         parts.append(Text(f"not in the table, for want of a lock: {', '.join(matrix.not_runnable)}", "dim"))
@@ -85,8 +141,8 @@ def _cause(found: Cause) -> Text:
     return text
 
 
-def cell_detail(square: Square, folder: str) -> RenderableType:
-    """`show CELL`: status, why, what to do, every check, phases, where it all lies."""
+def cell_detail(square: Square, folder: str, target: TargetFacts | None = None) -> RenderableType:
+    """`show CELL`: status, why, what to do, every check, phases, what its target is and lacks, where it all lies."""
     record = square.record
     head = Text(f"{square.cell.id}\n", "bold").append(square_text(square), STYLE[square.verdict])
     if record is None:
@@ -96,7 +152,8 @@ def cell_detail(square: Square, folder: str) -> RenderableType:
     for judged in square.checks:
         if judged.check.error is not None and judged.verdict is not Verdict.OK:
             parts += [Text(f"\n{judged.check.id}", "bold"), Text(judged.check.error.traceback.rstrip())]
-    return Group(*parts, Text(""), _facts(record), Text(f"\nEvidence: {folder}", "dim"))
+    parts += [Text(""), _facts(record), *(target_detail(target) if target else ())]
+    return Group(*parts, Text(f"\nEvidence: {folder}", "dim"))
 
 
 def _why(record: Record) -> Iterator[Text]:

@@ -1,4 +1,4 @@
-"""What the terminal and Markdown say alike: words for squares, counts, and what needs a look."""
+"""What the views say alike: words for squares, counts and quantities, and what needs a look."""
 
 from __future__ import annotations
 
@@ -50,3 +50,28 @@ def cause(judged: JudgedCheck) -> str:
         first = check.error.message.strip().splitlines()
         return f"{check.error.type}: {first[0] if first else ''}"
     return check.reason or ""
+
+
+def many(count: int, noun: str, plural: str = "") -> str:
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def duration(seconds: float) -> str:
+    """`0.08 s`, `2.5 s`, `40 s`, `1 min 50 s`, `2 h 05 min`"""
+    if seconds < 59.5:
+        return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def size(count: float) -> str:
+    """Bytes, in units of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
+def cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}… ({many(len(text) - length, 'character')} more)"

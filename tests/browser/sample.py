@@ -12,6 +12,7 @@ from harness.expectations import Expectation, Match
 from harness.matrix import Matrix, build_matrix
 from harness.records import CheckRecord, ExitState, Host, ImageRef, MetricRecord, Record, Revision, attempt_folder
 from harness.status import Status, worst_status
+from tests.browser import sample_targets
 
 RUN = "20261130T142424Z-5466"
 NOW = datetime(2026, 11, 30, 14, 40, tzinfo=UTC)
@@ -104,7 +105,7 @@ def record(of: Cell, *checks: CheckRecord, **changes: object) -> Record:
             "engine.options": ("dtype=float32", "enforce_eager=True", "limit_mm_per_prompt={'image': 4}", "seed=0"),
         },
         "phases": {"import": 7.86, "init": 20.728, "processor": 0.015, "close": 0.394},
-        "distributions": {"vllm": f"{of.vllm}+cpu", "torch": TORCH[of.vllm], "transformers": "4.52.3"},
+        "distributions": {"vllm": f"{of.vllm}+cpu", "torch": TORCH.get(of.vllm, "2.8.0"), "transformers": "4.52.3"},
         "image": ImageRef(tag=f"vllm-matrix/{of.target}:cpu-e76a7a16eff7", id="sha256:349bf7ba7a784d15c9de1761b7a0bb"),
         "exit": ExitState(started=True, exit_code=0, last_mark="generate 37 leave"),
         "revision": Revision(version="0.1.0", commit="ee77ab24d2c7783081a9e7567fe3ae83b9ce2010", dirty=True),
@@ -223,7 +224,27 @@ def cells() -> tuple[Cell, ...]:
 
 def sample() -> Matrix:
     planned = cells()
-    return build_matrix(RUN, planned, records(planned), expectations(), NOW, MAX_AGE, ["vllm-0.11.0"])
+    known = sample_targets.targets(list(TORCH))
+    return build_matrix(RUN, planned, records(planned), expectations(), NOW, MAX_AGE, ["vllm-0.11.0"], known)
+
+
+def full() -> Matrix:
+    """Seven targets by nine columns, with words as long as they get."""
+    models = ("qwen2_vl", "qwen2_5_vl")
+    questions = [
+        *(("cold_start", {"model": model}) for model in models),
+        *(("cache_cycles", {"model": "qwen2_vl", "mode": mode}) for mode in ("plain", "sleep")),
+        *(("multimodal_rollout", {"model": model}) for model in models),
+        *(("spmd_barriers", {"layout": layout, "model": "qwen2_vl"}) for layout in ("dp2", "tp2")),
+        ("weight_update", {"model": "qwen2_vl"}),
+    ]
+    versions = [*TORCH, *sample_targets.NEW]
+    planned = tuple(cell(vllm, name, **params) for vllm in versions for name, params in questions)
+    many = [passed(f"check-{number}") for number in range(26)]
+    ends = (plain("last", Status.NA, "no"), plain("last", Status.TIMEOUT, "silence"), raised("last", *MIXED), many[0])
+    found = {of.id: record(of, *many, ends[number % 4], attempt=2) for number, of in enumerate(planned)}
+    known = sample_targets.targets(versions)
+    return build_matrix(RUN, planned, found, expectations(), NOW, MAX_AGE, (), known)
 
 
 def write(results: Path, matrix: Matrix) -> tuple[Path, Path]:

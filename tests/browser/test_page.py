@@ -13,8 +13,8 @@ import pytest
 from harness.cells import slug
 from harness.matrix import Matrix
 from harness.views.html import html
-from harness.views.material import gather
-from tests.browser import sample
+from harness.views.material import Material, gather
+from tests.browser import sample, sample_targets
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -200,13 +200,44 @@ def test_without_a_script_cells_open_all_the_same(scriptless: Page) -> None:
 
 
 def test_the_grid_scrolls_inside_itself_and_keeps_its_versions_in_sight(page: Page) -> None:
-    grid = page.locator(".scroll")
+    grid = page.locator(".scroll:has(.grid)")
     narrow = page.evaluate("() => innerWidth < 600")
     assert grid.evaluate("(it) => it.scrollWidth > it.clientWidth") is narrow
     name = page.locator(".grid th[scope=row]").last
     grid.evaluate("(it) => { it.scrollLeft = 300; }")
     box = name.bounding_box()
     assert box is not None and 0 <= box["x"] < 40
+
+
+def test_capabilities_scroll_inside_themselves_and_keep_their_names_in_sight(page: Page) -> None:
+    table = page.locator(".scroll:has(.traits)")
+    narrow = page.evaluate("() => innerWidth < 600")
+    assert table.evaluate("(it) => it.scrollWidth > it.clientWidth") is narrow
+    table.evaluate("(it) => { it.scrollLeft = 300; }")
+    box = page.locator(".traits th[scope=row]").last.bounding_box()
+    assert box is not None and 0 <= box["x"] < 40
+    assert box["width"] < 0.6 * page.evaluate("() => innerWidth")  # and leave room for the signs
+
+
+def test_a_capability_opens_to_the_words_of_the_engine(page: Page) -> None:
+    words = page.locator(".traits p", has_text=sample_targets.NO_SLEEP)
+    assert not words.is_visible()
+    page.locator(".traits summary", has_text="sleep_mode").click()
+    assert words.is_visible()
+    assert page.evaluate(SIDEWAYS) == 0
+
+
+def test_seven_targets_by_nine_columns_fit_a_laptop(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "full.html"
+    path.write_text(html(sample.full(), Material(questions={}, excerpts={}), sample.NOW))
+    for page in open_page(browser, path.as_uri(), viewport={"width": 1300, "height": 844}):
+        open_everything(page)
+        assert page.locator(".grid thead th[scope=col]").count() == 9
+        for table in page.locator(".scroll").all():
+            assert table.evaluate("(it) => it.scrollWidth - it.clientWidth") == 0
+        assert page.evaluate(SIDEWAYS) == 0
+        cut = "() => [...document.querySelectorAll('.square')].filter((it) => it.scrollWidth > it.clientWidth).length"
+        assert page.evaluate(cut) == 0  # every square holds its words
 
 
 def test_a_command_can_be_copied(wide: Page, address: str) -> None:
