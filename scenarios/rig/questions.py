@@ -6,6 +6,7 @@ an answer too; whatever else is raised is none.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -214,7 +215,7 @@ def _worker(config: Any) -> Any:
 
 def _attention(config: Any) -> Any:
     """The attention backend that the platform gives to this core: V0's is refused only here on 0.10.0's CPU."""
-    selector = importlib.import_module("vllm.attention.selector")
+    selector = _selector()
     known = {
         "head_size": config.model_config.get_head_size(),
         "dtype": config.model_config.dtype,
@@ -224,4 +225,18 @@ def _attention(config: Any) -> Any:
         "sliding_window": None,
     }
     wanted = probe.parameters(selector.get_attn_backend)
-    return selector.get_attn_backend(**{name: value for name, value in known.items() if name in wanted})
+    with _current(config):
+        return selector.get_attn_backend(**{name: value for name, value in known.items() if name in wanted})
+
+
+def _current(config: Any) -> Any:
+    """Newer versions (0.32.0) look up what they are not handed in the configuration that is current."""
+    found = getattr(importlib.import_module("vllm.config"), "set_current_vllm_config", None)
+    return found(config) if found else contextlib.nullcontext()
+
+
+def _selector() -> Any:
+    try:
+        return importlib.import_module("vllm.attention.selector")
+    except ModuleNotFoundError:  # moved (0.32.0)
+        return importlib.import_module("vllm.v1.attention.selector")
