@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import models
 from harness.backends.base import Backend, Launch
 from harness.cells import Resources
-from harness.errors import BuildError, ConfigurationError
+from harness.errors import BuildError, ConfigurationError, InfrastructureError
 from harness.images import Image
 from harness.job import Context
 from harness.needs import Pair, differs, environment_of
 from harness.probes import COMMAND, DEADLINE, QUESTION, Known, Probe, run_probe, shelf
 from harness.records import ImageRef
+from harness.share import Share
 from harness.spec import MatrixSpec
-from harness.stop import Stop
+from harness.stop import Stop, aside
 from harness.targets import TargetFacts, declared, examined
 from harness.views.terminal import Progress
 
@@ -55,6 +55,7 @@ class Examiner:
     progress: Progress
     stop: Stop
     folder: Path
+    share: Share
     patience: float = 1.0  # stretches the deadline
 
     def look(self, pair: Pair, image: Image, built: Built | None) -> Look:
@@ -89,27 +90,32 @@ class Examiner:
         return known
 
     def _probe(self, pair: Pair, built: Built, environment: Mapping[str, str]) -> Known:
-        begun, name = time.monotonic(), _name(pair)
-        with self.progress.doing(f"probe {name}"):
-            probe = self._aside(self._launch(pair, built, environment))
-        seconds = round(time.monotonic() - begun, 1)
+        name = _name(pair)
+        with self.progress.doing(f"probe {name}") as say:
+            probe, seconds = aside(lambda: self._leased(pair, built, environment, say), self.stop, "probe")
         lacking = [capability.name for capability in probe.capabilities if not capability.available]
         told = probe.trouble or (f"without {', '.join(lacking)}" if lacking else "lacks nothing")
         self.progress.say(f"probe  {name}, {seconds:.0f} s: {told}")
         return Known(image=built.image, image_bytes=built.bytes, seconds=seconds, probe=probe)
 
-    def _aside(self, launch: Launch) -> Probe:
-        """In a thread, as cells are: Ctrl-C, an exception in this one, must not part the probe from its container."""
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="probe") as pool:
-            future = pool.submit(run_probe, self.backend, launch, DEADLINE * self.patience, self.stop)
-            try:
-                return future.result()
-            except KeyboardInterrupt:
-                if not self.stop.asked:  # a second time would mean, at once
-                    self.stop.ask()
-                raise
+    def _leased(
+        self, pair: Pair, built: Built, environment: Mapping[str, str], say: Callable[[str], None]
+    ) -> tuple[Probe, float]:
+        """The probe and its seconds, with what it needs of the host: a GPU of its own on a device that has some."""
+        try:
+            with self.share.wait(_resources(pair), f"the probe of {_name(pair)}", say, self.stop) as lease:
+                gpus = self.share.ready(lease, self.stop)
+                if gpus is None:
+                    raise KeyboardInterrupt
+                say("")
+                begun = time.monotonic()
+                launch = self._launch(pair, built, environment, gpus.uuids)
+                probe = run_probe(self.backend, launch, DEADLINE * self.patience, self.stop)
+                return probe, round(time.monotonic() - begun, 1)
+        except InfrastructureError as error:
+            raise ValueError(error.message) from error
 
-    def _launch(self, pair: Pair, built: Built, environment: Mapping[str, str]) -> Launch:
+    def _launch(self, pair: Pair, built: Built, environment: Mapping[str, str], gpus: tuple[str, ...] = ()) -> Launch:
         name = f"vllm-matrix-{self.context.run}-probe-{pair[0]}--{pair[1]}-{secrets.token_hex(2)}"
         labels = {"run": self.context.run, "probe": _name(pair), "owner": self.context.owner}
         return Launch(
@@ -120,7 +126,8 @@ class Examiner:
             models=self.context.models,
             environment=environment,
             labels={f"vllm-matrix.{key}": value for key, value in labels.items()},
-            resources=RESOURCES,
+            resources=_resources(pair),
+            gpus=gpus,
             command=(*COMMAND, pair[1], f"{QUESTION * self.patience:g}"),
         )
 
@@ -142,6 +149,10 @@ class Examiner:
 def unbuilt(spec: MatrixSpec, pair: Pair, error: BuildError) -> Look:
     """All that is known of a target without an image."""
     return Look(facts=declared(spec, *pair).model_copy(update={"error": f"build: {error.message}"}), failed=error)
+
+
+def _resources(pair: Pair) -> Resources:
+    return replace(RESOURCES, gpus=1) if pair[1] == "cuda" else RESOURCES
 
 
 def _name(pair: Pair) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 from harness.backends.base import Launch
 from harness.cells import Cell, slug
 from harness.plan import Planned
-from harness.records import Host, ImageRef, Revision
+from harness.records import Host, ImageRef, Record, Revision
+from harness.share import NO_GPUS, OnGpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Job:
     number: int
     image: ImageRef
     reference: Path | None
+    gpus: OnGpus = NO_GPUS
 
     @property
     def cell(self) -> Cell:
@@ -54,13 +56,20 @@ def cell_json(cell: Cell, has_reference: bool) -> dict[str, Any]:
         "options": dict(cell.options),
         "seed": cell.seed,
         "ranks": cell.ranks,
-        "deadlines": {"total": cell.deadlines.total, "silence": cell.deadlines.silence},
+        "deadlines": cell.deadlines.by_name(),
         "reference": has_reference,
     }
 
 
 def launch(
-    cell: Cell, image: str, folder: Path, suite: Path, models: Path, name: str, labels: Mapping[str, str]
+    cell: Cell,
+    image: str,
+    folder: Path,
+    suite: Path,
+    models: Path,
+    name: str,
+    labels: Mapping[str, str],
+    gpus: tuple[str, ...] = (),
 ) -> Launch:
     """What a back end needs to start the cell. `folder` holds `in/` and `out/`."""
     return Launch(
@@ -72,7 +81,16 @@ def launch(
         environment=dict(cell.environment),
         labels=labels,
         resources=cell.resources,
+        gpus=gpus,
     )
+
+
+def findings(job: Job, record: Record) -> Record:
+    """The record with what its GPUs were, and what memory of theirs did not come back. Waits for the latter."""
+    if not job.gpus.uuids:
+        return record
+    properties = {**record.properties, **job.gpus.findings()}
+    return record.model_copy(update={"properties": properties, "axes": {**record.axes, **job.gpus.axes}})
 
 
 def container_name(run: str, cell_id: str, attempt: int) -> str:

@@ -36,8 +36,15 @@ def again(project: Project, square: Square, interactive: bool = False) -> Again:
         raise NothingSelectedError(f"{record.cell} never had an image", record.reason)
     scratch = Path(tempfile.mkdtemp(prefix="vllm-matrix-"))
     shutil.copytree(evidence(project, record) / "in", scratch / "in")
-    launched = launch(square.cell, record.image.id, scratch, project.suite, models.default_root(), scratch.name, {})
+    folders = (scratch, project.suite, models.default_root())
+    launched = launch(square.cell, record.image.id, *folders, scratch.name, {}, gpus=_gpus(square, record))
     return _local(launched, interactive) if record.backend == "local" else _docker(launched, interactive)
+
+
+def _gpus(square: Square, record: Record) -> tuple[str, ...]:
+    """The UUIDs of those that it had; nothing that a cell without any may have written itself."""
+    found = record.properties.get("gpu.uuids")
+    return tuple(map(str, found)) if square.cell.resources.gpus and isinstance(found, tuple) else ()
 
 
 def _docker(launched: Launch, interactive: bool) -> Again:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,30 +15,31 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from harness import models
-from harness.attempt import absent, missed, run_attempt
+from harness.attempt import absent, missed
+from harness.attempts import Attempts
 from harness.backends.base import Backend
-from harness.cells import Cell
+from harness.backends.owner import owner
 from harness.errors import BuildError, ConfigurationError, InfrastructureError
+from harness.events import MAX_FILE
 from harness.examination import Built, Examiner, unbuilt
 from harness.images import BuildOptions, BuiltImage, Image
-from harness.job import Context, Job
+from harness.job import Context
 from harness.matrix import Matrix, build_matrix
 from harness.needs import Pair, unmet
 from harness.plan import Planned, Unmet, not_runnable
 from harness.planfile import read_plan, write_plan
 from harness.probes import Known
-from harness.project import Project, host, images_for, owner, revision
-from harness.recorder import artifact
+from harness.project import Project, host, images_for, revision
 from harness.records import (
     ImageRef,
     Record,
     attempt_folder,
-    next_attempt,
     records_of,
     write_atomic,
     write_record,
 )
-from harness.scheduler import Capacity, run_all, with_retries
+from harness.scheduler import run_all
+from harness.share import Share, opened
 from harness.status import Status
 from harness.stop import Stop
 from harness.targets import read_facts, write_facts
@@ -46,10 +48,6 @@ from harness.views.jsonview import to_json
 from harness.views.markdown import markdown
 from harness.views.material import gather
 from harness.views.terminal import Progress
-
-REFERENCE = "reference.json"
-ENGINE_OVERHEAD = 2 << 30  # bytes of the host's memory that cells leave alone
-
 
 # image, its log, what to do with each line of the builder → what was built; raises BuildError
 Build = Callable[[Image, Path, Callable[[str], None]], BuiltImage]
@@ -66,6 +64,8 @@ class Tools:
     engine: str
     patience: float = 1.0  # stretches the deadlines of probes; those of cells are in their plan
     stop: Stop = field(default_factory=Stop)
+    # Remove what killed harnesses left, and if so asked, what we did: a line for each.
+    reap: Callable[[bool], Iterable[str]] = lambda _ours: ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,23 +103,27 @@ def execute(project: Project, plan: Sequence[Planned], tools: Tools, resumed: Pa
     context = _context(project, folder.name, tools.engine)
     interrupted = False
     failed: dict[Pair, BuildError] = {}
-    with _held(folder):
+    cells = [planned.cell for planned in plan if planned.action == "run"]
+    with opened(cells, context.host, os.environ) as share, _held(folder):
         if resumed is None:
             write_plan(folder, folder.name, plan, not_runnable(project.spec))
         try:
+            _reap(tools)
             models.generate(context.models)
             done = finished(folder) if resumed else _take_over(plan, context, tools.progress)
             with tools.progress.shown():
                 images = images_for(project, [p.cell for p in plan], tools.options, tools.backend.name)
-                built, failed = _build(plan, images, tools, folder)
-                plan, broken = _look(project, plan, images, built, failed, context, tools)
+                lacking = {cell.id: why for cell in cells if (why := share.lacks(cell))}
+                built, failed = _build([p for p in plan if p.cell.id not in lacking], images, tools, folder)
+                plan, broken = _look(project, plan, images, built, failed, context, tools, share)
                 failed |= broken
-                done |= _missed(plan, failed, context, tools.backend.name)
+                done |= _missed(plan, failed, lacking, context, tools)
                 done |= _absent(plan, context, tools)
-                _run(project, plan, built, done, context, tools)
+                _run(project, plan, built, done, context, tools, share)
         except KeyboardInterrupt:
             interrupted = True
         finally:
+            _reap(tools, ours=True)
             matrix = load_matrix(project, folder)
             write_views(folder, matrix, project.suite)
     return Outcome(
@@ -128,6 +132,11 @@ def execute(project: Project, plan: Sequence[Planned], tools: Tools, resumed: Pa
         failed_builds=tuple(f"{target}@{device}" for target, device in failed),
         interrupted=interrupted,
     )
+
+
+def _reap(tools: Tools, ours: bool = False) -> None:
+    for line in tools.reap(ours):
+        tools.progress.say(line)
 
 
 @contextlib.contextmanager
@@ -171,12 +180,25 @@ def _take_over(plan: Sequence[Planned], context: Context, progress: Progress) ->
         old = planned.reuse
         source = attempt_folder(context.results, old.run, old.cell, old.attempt)
         target = attempt_folder(context.results, context.run, old.cell, old.attempt)
-        shutil.copytree(source, target, symlinks=True)
+        shutil.copytree(source, target, symlinks=True, ignore=_no_evidence)
         record = old.model_copy(update={"run": context.run, "reused_from": old.reused_from or old.run})
         write_record(target, record)
         taken[old.cell] = record
         progress.say(f"reuse  {old.cell}: {old.status} of run {record.reused_from}")
     return taken
+
+
+def _no_evidence(folder: str, names: list[str]) -> list[str]:
+    """What a cell left that cannot be copied, or must not be: pipes, sockets, what is closed to us, what is huge."""
+
+    def kept(path: Path) -> bool:
+        if path.is_symlink():
+            return True
+        if path.is_dir():
+            return os.access(path, os.R_OK | os.X_OK)
+        return path.is_file() and os.access(path, os.R_OK) and path.stat().st_size <= MAX_FILE
+
+    return [name for name in names if not kept(Path(folder, name))]
 
 
 def _build(
@@ -218,6 +240,7 @@ def _look(
     failed: Mapping[Pair, BuildError],
     context: Context,
     tools: Tools,
+    share: Share,
 ) -> tuple[tuple[Planned, ...], dict[Pair, BuildError]]:
     """Write down what is known of each target; the plan by what was found, and images that are not what they should be.
 
@@ -233,6 +256,7 @@ def _look(
         progress=tools.progress,
         stop=tools.stop,
         folder=folder,
+        share=share,
         patience=tools.patience * project.spec.run.timeout_multiplier,
     )
     known: dict[Pair, Known] = {}
@@ -265,14 +289,23 @@ def _absent(plan: Sequence[Planned], context: Context, tools: Tools) -> dict[str
 
 
 def _missed(
-    plan: Sequence[Planned], failed: Mapping[Pair, BuildError], context: Context, backend: str
+    plan: Sequence[Planned],
+    failed: Mapping[Pair, BuildError],
+    lacking: Mapping[str, str],
+    context: Context,
+    tools: Tools,
 ) -> dict[str, Record]:
+    """Records of the cells that cannot be tried: their image did not build, or they lack GPUs (why, by cell id)."""
     records = {}
     for planned in plan:
-        error = failed.get((planned.cell.target, planned.cell.device))
-        if planned.action == "run" and error is not None:
-            reason = f"build: {error.message}"
-            records[planned.cell.id] = missed(planned, context, backend, reason, error.log_tail)
+        cell = planned.cell
+        error = failed.get((cell.target, cell.device))
+        if planned.action != "run" or (error is None and cell.id not in lacking):
+            continue
+        reason, log = (f"build: {error.message}", error.log_tail) if error else (lacking[cell.id], "")
+        records[cell.id] = missed(planned, context, tools.backend.name, reason, log)
+        if error is None:
+            tools.progress.say(f"miss   {cell.id}: {reason}")
     return records
 
 
@@ -283,45 +316,22 @@ def _run(
     done: Mapping[str, Record],
     context: Context,
     tools: Tools,
+    share: Share,
 ) -> None:
     queue = [p for p in plan if p.action == "run" and p.cell.id not in done]
     if not queue:
         return
     tools.progress.total = len(queue)
-
-    def attempt(planned: Planned) -> Record:
-        image = built[planned.cell.target, planned.cell.device].image
-        return _attempt(planned, image, context, tools)
-
-    capacity = Capacity(cpus=context.host.cpus, memory=context.host.memory - ENGINE_OVERHEAD)
-    run_all(queue, done, with_retries(attempt, project.spec.run.infra_retries, tools.stop), capacity, tools.stop)
-
-
-def _attempt(planned: Planned, image: ImageRef, context: Context, tools: Tools) -> Record:
-    name, progress = planned.cell.id, tools.progress
-    job = Job(
-        planned=planned,
-        number=next_attempt(context.results, context.run, name),
-        image=image,
-        reference=find_reference(context, planned.cell),
+    attempts = Attempts(
+        images={pair: one.image for pair, one in built.items()},
+        context=context,
+        backend=tools.backend,
+        progress=tools.progress,
+        share=share,
+        stop=tools.stop,
+        retries=project.spec.run.infra_retries,
     )
-    progress.started(name)
-    record = None
-    try:
-        record = run_attempt(job, context, tools.backend, lambda live: progress.update(name, live), tools.stop)
-    finally:
-        progress.ended(name, record)
-    return record
-
-
-def find_reference(context: Context, cell: Cell) -> Path | None:
-    """The reference.json that this run's reference cell left, if it did and it is what its record says."""
-    if cell.reference is None:
-        return None
-    record = records_of(context.results / "runs" / context.run).get(cell.reference)
-    if record is None or record.status is Status.MISS:
-        return None
-    return artifact(attempt_folder(context.results, record.run, record.cell, record.attempt), record, REFERENCE)
+    run_all(queue, done, attempts, share, tools.stop)
 
 
 def load_matrix(project: Project, folder: Path) -> Matrix:
@@ -342,5 +352,6 @@ def load_matrix(project: Project, folder: Path) -> Matrix:
 def write_views(folder: Path, matrix: Matrix, suite: Path) -> None:
     """The page comes last: a fault in it must not cost the other two."""
     write_atomic(folder / "matrix.json", to_json(matrix))
-    write_atomic(folder / "matrix.md", markdown(matrix))
-    write_atomic(folder / "matrix.html", html(matrix, gather(matrix, folder, suite), datetime.now(UTC)))
+    material = gather(matrix, folder, suite)
+    write_atomic(folder / "matrix.md", markdown(matrix, material))
+    write_atomic(folder / "matrix.html", html(matrix, material, datetime.now(UTC)))

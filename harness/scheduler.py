@@ -1,49 +1,51 @@
-"""The queue: which cell runs when. References first, within the host's CPUs and memory; a MISS is tried again."""
+"""The queue: which cell runs when. References first, each with its lease of the host; a MISS is tried again."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from typing import Protocol
 
 from harness.attempt import InterruptedAttempt
 from harness.cells import Cell, Resources
+from harness.errors import InfrastructureError
+from harness.leases import Lease
 from harness.plan import Planned
 from harness.records import Record
+from harness.share import Share
 from harness.status import Status
-from harness.stop import Stop
+from harness.stop import Stop, aside
 
-Attempt = Callable[[Planned], Record]
+WORKERS = 32  # cells at the same time
+POLL = 0.5  # seconds after which a lease is asked for again that another harness held
+
+Attempt = Callable[[Planned, Lease], Record]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Capacity:
-    """What the host gives to cells at the same time: CPUs, and bytes of memory."""
+class Callbacks(Protocol):
+    """What a cell's turn means; called in several threads."""
 
-    cpus: float
-    memory: int
+    def attempt(self, planned: Planned, lease: Lease) -> Record:
+        """Run it to a record. Raises InterruptedAttempt where the run is to stop."""
 
-    def holds(self, running: Sequence[Resources], wanted: Resources) -> bool:
-        """Whether one more fits. A cell that wants more than there is runs alone."""
-        if not running:
-            return True
-        cpus = sum(resources.cpus for resources in running) + wanted.cpus
-        memory = sum(resources.memory for resources in running) + wanted.memory
-        return cpus <= self.cpus and memory <= self.memory
+    def missed(self, planned: Planned, error: InfrastructureError) -> Record:
+        """Its lease cannot be had at all."""
+
+    def waits(self, cell: Cell, holders: Sequence[str]) -> None:
+        """It could run and has no lease; `holders`: the other harnesses that hold what it wants, if they do."""
 
 
 def run_all(
-    queue: Sequence[Planned],
-    finished: Mapping[str, Record],
-    attempt: Attempt,
-    capacity: Capacity,
-    stop: Stop,
+    queue: Sequence[Planned], finished: Mapping[str, Record], callbacks: Callbacks, share: Share, stop: Stop
 ) -> dict[str, Record]:
     """Run every cell of the queue to a record; cells interrupted by `stop` have none. `finished`: reused records.
 
+    A cell holds its lease until its attempt has ended, in whatever way.
     An exception of `attempt` stops the others and is raised again, as is KeyboardInterrupt once all have ended.
     """
-    return _Run(list(queue), dict(finished), attempt, capacity, stop).to_the_end()
+    run = _Run(list(queue), dict(finished), callbacks, share, stop)
+    return aside(run.to_the_end, stop, "queue")
 
 
 def order(queue: Sequence[Planned], done: Mapping[str, object]) -> list[Planned]:
@@ -54,46 +56,63 @@ def order(queue: Sequence[Planned], done: Mapping[str, object]) -> list[Planned]
 
 class _Run:
     def __init__(
-        self,
-        queue: list[Planned],
-        done: dict[str, Record],
-        attempt: Attempt,
-        capacity: Capacity,
-        stop: Stop,
+        self, queue: list[Planned], done: dict[str, Record], callbacks: Callbacks, share: Share, stop: Stop
     ) -> None:
         self._queue = queue
         self._done = done
-        self._attempt = attempt
-        self._capacity = capacity
+        self._callbacks = callbacks
+        self._share = share
         self._stop = stop
         self._running: dict[Future[Record], Cell] = {}
 
     def to_the_end(self) -> dict[str, Record]:
-        with ThreadPoolExecutor(max_workers=32, thread_name_prefix="cell") as pool:
+        with ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="cell") as pool:
             try:
                 while self._queue or self._running:
                     self._start(pool)
                     self._collect()
             except BaseException:
-                if not self._stop.asked:  # a second time would mean, at once
+                if not self._stop.asked:
                     self._stop.ask()
                 raise
         return self._done
 
     def _start(self, pool: ThreadPoolExecutor) -> None:
         blocked = {cell.id for cell in self._running.values()}
+        refused: set[Resources] = set()
         for planned in order(self._queue, self._done):
-            busy = [cell.resources for cell in self._running.values()]
-            if self._stop.asked or planned.cell.reference in blocked:
+            cell = planned.cell
+            if self._stop.asked or len(self._running) == WORKERS:
+                return
+            if cell.reference in blocked or cell.resources in refused:
                 continue
-            if self._capacity.holds(busy, planned.cell.resources):
+            try:
+                self._start_one(pool, planned, refused)
+            except InfrastructureError as error:
                 self._queue.remove(planned)
-                self._running[pool.submit(self._attempt, planned)] = planned.cell
+                self._done[cell.id] = self._callbacks.missed(planned, error)
+
+    def _start_one(self, pool: ThreadPoolExecutor, planned: Planned, refused: set[Resources]) -> None:
+        resources = planned.cell.resources
+        lease = self._share.lease(resources, planned.cell.id)
+        if lease is not None:
+            self._queue.remove(planned)
+            self._running[pool.submit(self._hold, planned, lease)] = planned.cell
+            return
+        if not refused:  # the next in the queue; it stands for those behind it
+            self._callbacks.waits(planned.cell, self._share.in_the_way(resources))
+        refused.add(resources)
+
+    def _hold(self, planned: Planned, lease: Lease) -> Record:
+        with lease:
+            return self._callbacks.attempt(planned, lease)
 
     def _collect(self) -> None:
         if self._stop.asked:
             self._queue.clear()
-        finished, _ = wait(self._running, timeout=1.0, return_when=FIRST_COMPLETED)
+        if not self._running:
+            time.sleep(POLL if self._queue else 0)
+        finished, _ = wait(self._running, timeout=POLL, return_when=FIRST_COMPLETED)
         for future in finished:
             cell = self._running.pop(future)
             try:
@@ -105,11 +124,11 @@ class _Run:
 def with_retries(attempt: Attempt, retries: int, stop: Stop) -> Attempt:
     """The same attempt, tried again while it ends in MISS, retries are left and nobody wants to stop."""
 
-    def retrying(planned: Planned) -> Record:
+    def retrying(planned: Planned, lease: Lease) -> Record:
         for _ in range(retries):
-            record = attempt(planned)
+            record = attempt(planned, lease)
             if record.status is not Status.MISS or stop.asked:
                 return record
-        return attempt(planned)
+        return attempt(planned, lease)
 
     return retrying

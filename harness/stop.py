@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
+_T = TypeVar("_T")
+_POLL = 0.5  # seconds: a signal that another thread of ours was given does not wake a wait without an end
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -53,3 +57,20 @@ class Stop:
         self.ask()
         if not begun:
             raise KeyboardInterrupt
+
+
+def aside(work: Callable[[], _T], stop: Stop, name: str) -> _T:
+    """Do it in a thread, to its end: Ctrl-C, an exception in this one, must not part what is held from who holds it.
+
+    It asks `stop`, and is raised when the work has ended.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix=name) as pool:
+        try:
+            future = pool.submit(work)
+            while not future.done():
+                wait([future], timeout=_POLL)
+            return future.result()
+        except KeyboardInterrupt:
+            if not stop.asked:  # a second time would mean, at once
+                stop.ask()
+            raise

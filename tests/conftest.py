@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from harness.share import VARIABLE
 from harness.spec import MatrixSpec, load_spec
+from tests.bench import bench, boot, client, container, host, image, small_disk, table  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,6 +20,15 @@ ROOT = Path(__file__).parent.parent
 # tested here is what happens to somebody who presses it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def leases_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test waits for another one, nor for a run of somebody's on this host; nor does what it starts."""
+    folder = tmp_path_factory.mktemp("shared") / "leases"
+    monkeypatch.setenv(VARIABLE, str(folder))
+    return folder
+
 
 SPEC = """
 schema = 1
@@ -46,8 +57,8 @@ select = ["*"]
 """
 
 
-def event_line(kind: str, seq: int = 0, rank: int = 0, **fields: Any) -> bytes:
-    common = {"schema": 1, "seq": seq, "pid": 7, "rank": rank, "mono_ns": 1, "utc": "2026-11-30T00:00:00Z"}
+def event_line(kind: str, seq: int = 0, rank: int = 0, pid: int = 7, **fields: Any) -> bytes:
+    common = {"schema": 1, "seq": seq, "pid": pid, "rank": rank, "mono_ns": 1, "utc": "2026-11-30T00:00:00Z"}
     return (json.dumps({**common, "type": kind, **fields}) + "\n").encode()
 
 
@@ -68,3 +79,19 @@ def spec_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def spec(spec_file: Path) -> MatrixSpec:
     return load_spec(spec_file)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("vllm-matrix")
+    group.addoption("--fuzz", type=int, default=96, metavar="N", help="tests/fuzz: how many damaged files of each kind")
+    group.addoption("--chaos", type=int, default=20, metavar="N", help="tests/chaos: how many rounds")
+    group.addoption("--seed", type=int, default=0, metavar="S", help="tests/fuzz, tests/chaos: the first seed")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what each back end was seen to do (docs/backends.md)."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    if lines := table([report for report in reports if report.when == "call"]):
+        terminalreporter.section("back ends")
+        for line in lines:
+            terminalreporter.line(line)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +21,7 @@ from harness.errors import BuildError
 from harness.images import BuiltImage, Image
 from harness.matrix import Square
 from harness.project import Project, build_options, load_project, make_plan
-from harness.records import ExitState, records_of
+from harness.records import ExitState, Record, records_of
 from harness.resume import backend_of, rest_of
 from harness.run import Build, Outcome, Tools, execute
 from harness.status import Status
@@ -146,7 +148,11 @@ def test_one_that_sleeps_for_ever_ends_in_timeout_with_its_last_mark(project: Pr
     for square in outcome.matrix.squares:
         assert square.record is not None
         assert square.status == Status.TIMEOUT
-        assert square.record.reason == "hang: no event within the deadline; last mark: barrier 3 enter"
+        assert re.fullmatch(r"hang: no event for \d s; in barrier 3 for \d s", square.record.reason or "")
+        state = square.record.exit
+        assert state is not None
+        assert (state.killed, state.signal, state.last_mark) == ("silence", "SIGKILL", "barrier 3 enter")
+        assert state.deadlines["silence"] == 0.2 <= (state.quiet_seconds or 0)
     assert backend.alive == 0
 
 
@@ -163,7 +169,13 @@ def test_a_hang_of_ranks_keeps_what_each_did_last(project: Project) -> None:
     assert record is not None
     assert record.exit is not None
     assert record.exit.last_mark == "rank 0: barrier 3 enter; rank 1: generate 2 enter"
-    assert (record.reason or "").endswith(f"last mark: {record.exit.last_mark}")
+    stood = r"rank 1 did not come to barrier 3; rank 0 in barrier 3 for \d s, rank 1 in generate 2 for \d s"
+    assert re.fullmatch(rf"hang: no event for \d s; {stood}", record.reason or "")
+    assert {rank: str(mark) for rank, mark in record.exit.last_marks.items()} == {
+        0: "barrier 3 enter",
+        1: "generate 2 enter",
+    }
+    assert set(record.exit.last_barriers) == {0}
     assert (record.properties["blocks"], record.properties["rank1.blocks"]) == (64, 63)
     assert record.phases["init"] == 2.5  # side by side, not one after the other
 
@@ -196,6 +208,96 @@ def test_its_total_time_ends_a_cell_that_goes_on_talking(project: Project) -> No
 
     outcome = go(project, ScriptedBackend(chatters), deadlines=Deadlines(total=0.4, silence=30))
     assert {square.status for square in outcome.matrix.squares} == {Status.TIMEOUT}
+    assert {square.record.reason for square in outcome.matrix.squares if square.record} == {
+        "slow: at work, but not done within 0.4 s"
+    }
+
+
+def one(project: Project, script: Script, **deadlines: Any) -> Record:
+    """The record of one cell under these deadlines."""
+    given = Deadlines(**{"total": 60.0, "silence": 30.0, **deadlines})
+    select = Selection(targets=["vllm-0.8.5"], scenarios=["cold_start"])
+    (square,) = go(project, ScriptedBackend(script), deadlines=given, select=select).matrix.squares
+    assert square.record is not None
+    return square.record
+
+
+def begins(*lines: bytes) -> Script:
+    def run(launch: Launch, stopped: threading.Event) -> ExitState:
+        scripted.write_events(launch, *lines)
+        stopped.wait()
+        return scripted.KILLED
+
+    return run
+
+
+PLANNED = scripted.event_line("plan", checks=["a"]) + scripted.event_line("start", check="a")
+
+
+def phase(name: str, state: str = "begin", pid: int = 7) -> bytes:
+    return scripted.event_line("phase", name=name, state=state, pid=pid)
+
+
+@pytest.mark.parametrize("name", ["import", "init"])
+def test_a_phase_has_a_deadline_of_its_own(project: Project, name: str) -> None:
+    lines = (
+        scripted.HELLO,
+        PLANNED,
+        phase("import"),
+        *((phase("import", "end"), phase(name)) if name == "init" else ()),
+    )
+    phases = {"import": 30.0, "init": 30.0, name: 0.2}
+    record = one(project, begins(*lines), phases=phases)
+    assert record.exit is not None
+    assert (record.status, record.exit.killed) == (Status.TIMEOUT, name)
+    assert (record.reason or "").startswith(f"{name}: ")
+
+
+def test_no_hello_in_time(project: Project) -> None:
+    record = one(project, begins(scripted.event_line("plan", checks=["a"])), start=0.2)
+    assert (record.status, record.reason) == (
+        Status.TIMEOUT,
+        "start: the process of the checks did not say hello within 0.2 s",
+    )
+    assert record.advice
+
+
+def test_a_cell_that_fills_the_disk_is_ended(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.backends.size.Guard.exceeded", lambda self: self._folder.name == "out")
+    outcome = go(project, ScriptedBackend(scripted.sleeps))
+    records = records_of(outcome.folder).values()
+    assert {(record.status, (record.reason or "").split(":")[0]) for record in records} == {(Status.FAIL, "disk")}
+
+
+def test_a_phase_that_died_with_its_process_has_no_deadline(project: Project) -> None:
+    """Another process goes on; the one that had begun cannot end its phase any more."""
+
+    def replaced(launch: Launch, stopped: threading.Event) -> ExitState:
+        down = scripted.event_line("down", returncode=-9, check="a")
+        scripted.write_events(launch, scripted.HELLO, PLANNED, phase("init"), down, scripted.HELLO)
+        assert not stopped.wait(0.4)
+        scripted.done(launch)
+        return scripted.CLEAN
+
+    record = one(project, replaced, phases={"init": 0.2})
+    assert (record.status, record.reason) == (Status.CRASH, "signal: SIGKILL")
+
+
+def test_what_our_own_signal_does_to_a_check_is_not_its_fault(project: Project) -> None:
+    def falls(launch: Launch, stopped: threading.Event) -> ExitState:
+        scripted.write_events(launch, scripted.HELLO, PLANNED)
+        scripted.write_events(launch, scripted.event_line("mark", name="generate", n=0, state="enter"))
+        stopped.wait()
+        scripted.write_events(launch, scripted.event_line("mark", name="generate", n=0, state="leave"))
+        scripted.write_events(launch, scripted.event_line("down", returncode=-15, check="a"))
+        (launch.folder / "out" / "cgroup.json").write_text('{"schema": 1, "version": 2, "oom": 1}')
+        return ExitState(started=True, exit_code=143)
+
+    record = one(project, falls, silence=0.2)
+    assert record.exit is not None
+    assert (record.status, record.exit.killed, record.exit.signal) == (Status.TIMEOUT, "silence", "SIGTERM")
+    assert str(record.exit.last_marks[0]) == "generate 0 enter"
+    assert record.exit.oom is not None and record.exit.oom.oom == 1
 
 
 def test_a_miss_is_tried_again_and_shows_that_it_was(project: Project) -> None:
@@ -233,6 +335,21 @@ def test_red_outranks_a_failed_build(project: Project) -> None:
         return builds(image, log, say)
 
     assert go(project, ScriptedBackend(scripted.signal_9), breaks).exit_code == 1
+
+
+def test_what_a_cell_left_besides_files_does_not_stop_a_reuse(project: Project) -> None:
+    backend = ScriptedBackend(scripted.passes)
+    first = go(project, backend)
+    out = next(first.folder.glob("cells/*cold_start*/attempt-1/out"))
+    os.mkfifo(out / "pipe")
+    (out / "link").symlink_to("/nowhere")
+    with (out / "huge").open("wb") as file:
+        file.truncate(1 << 40)
+    second = go(project, backend)
+    copied = next(second.folder.glob(f"cells/{out.parents[1].name}/attempt-1/out"))
+    assert {path.name for path in copied.iterdir()} >= {"events.jsonl", "link"}
+    assert not {path.name for path in copied.iterdir()} & {"pipe", "huge"}
+    assert [record.reused_from for record in records_of(second.folder).values()] == [first.folder.name] * 4
 
 
 def test_reuse_takes_the_evidence_along_and_a_change_runs_again(project: Project) -> None:
