@@ -41,7 +41,7 @@ SOURCES = tuple(
     for name in (
         "__init__", "apart", "barrier", "batches", "cache", "cell", "checkpoint", "completion", "engine", "errors",
         "events", "examine", "hello", "launcher", "marks", "outcomes", "probe", "questions", "reference", "reports",
-        "spmd", "supervisor", "weights", "worker",
+        "spmd", "stacks", "sweep", "weights", "worker",
     )
 )  # fmt: skip
 

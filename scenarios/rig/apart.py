@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any, Callable, NoReturn
 
-from rig.supervisor import descendants
+from rig.sweep import descendants
 
 _PIECE = 1 << 16
 

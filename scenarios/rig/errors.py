@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Iterator
 
 from rig.events import TEXT_CHARS, cut_middle
 from rig.outcomes import OracleError, RankError
@@ -14,6 +15,21 @@ from rig.outcomes import OracleError, RankError
 TRACEBACK_CHARS = 16_000
 FRAMES = 60
 NAME_CHARS = 200
+
+DEVICE_FAULT, DEVICE_OOM = "device-fault", "device-oom"
+_OUT_OF_MEMORY = re.compile(r"\b(CUDA|HIP)\b.{0,60}\bout of memory\b|\bcudaErrorMemoryAllocation\b", re.IGNORECASE)
+_FAULT = re.compile(
+    r"\b(CUDA|HIP) (error|failure)\b|illegal memory access|device-side assert|unspecified launch failure"
+    r"|misaligned address|uncorrectable ECC|\bcudaError[A-Z]\w+|CU(BLAS|DNN)_STATUS_EXECUTION_FAILED"
+    r"|unhandled cuda error|ncclUnhandledCudaError",
+    re.IGNORECASE,
+)
+# Errors that leave the context as it was: the device was asked for what it has not.
+_REFUSAL = re.compile(
+    r"no kernel image is available|invalid (device ordinal|device function|argument|configuration argument)"
+    r"|no CUDA-capable device|driver version is insufficient|operation not supported|initialization error",
+    re.IGNORECASE,
+)
 
 RIG = Path(__file__).resolve().parent
 SUITE = RIG.parent
@@ -32,10 +48,39 @@ def describe(exc: BaseException) -> dict[str, Any]:
         "type": type(exc).__name__[:NAME_CHARS],
         "bases": bases[:20],
         "message": cut_middle(_message(exc), TEXT_CHARS),
-        "reason": exc.reason if isinstance(exc, OracleError) else None,
+        "reason": exc.reason if isinstance(exc, OracleError) else device_trouble(exc),
         "frames": _frames(exc),
         "traceback": cut_middle(_traceback(exc), TRACEBACK_CHARS),
     }
+
+
+def device_trouble(exc: BaseException) -> str | None:
+    """DEVICE_FAULT, DEVICE_OOM or None: what ``exc``, or what led to it, says of this process's device.
+
+    After a fault nothing that this process asks of its device can be trusted. A rank's exception tells of another
+    process, an oracle's words are its own.
+    """
+    if isinstance(exc, RankError):
+        return None
+    found = {_trouble(each) for each in _chain(exc) if not isinstance(each, AssertionError)}
+    return next((trouble for trouble in (DEVICE_FAULT, DEVICE_OOM) if trouble in found), None)
+
+
+def _trouble(exc: BaseException) -> str | None:
+    message = _message(exc)
+    if type(exc).__name__ == "OutOfMemoryError" or _OUT_OF_MEMORY.search(message):
+        return DEVICE_OOM
+    return DEVICE_FAULT if _FAULT.search(message) and not _REFUSAL.search(message) else None
+
+
+def _chain(exc: BaseException) -> Iterator[BaseException]:
+    """``exc`` and what it came from, as a traceback shows it."""
+    seen: set[int] = set()
+    each: BaseException | None = exc
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
 
 
 def _message(exc: BaseException) -> str:

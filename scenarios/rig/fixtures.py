@@ -10,8 +10,9 @@ import pytest
 
 from rig import events as rig_events
 from rig.cell import Cell, read_cell
+from rig.errors import DEVICE_FAULT
 from rig.events import Events
-from rig.outcomes import Skipped
+from rig.outcomes import OracleError, Skipped
 from rig.reference import Reference, read_reference
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ _engines = Engines()
 def close_engine() -> None:
     """When all checks have ended, not in the last check's teardown: closing is not what that check asked about."""
     _engines.close()
+
+
+def refuse(check: str) -> None:
+    """Instead of a check, in a process whose device has failed in ``check`` and that no fresh one can follow."""
+    raise OracleError(DEVICE_FAULT, f"not run: the device failed in {check}, and there is no fresh process left")
 
 
 @functools.lru_cache(maxsize=None)

@@ -23,19 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-from rig import reports
+from rig import reports, stacks
 from rig.barrier import NAME as BARRIER
+from rig.errors import SUITE
 from rig.events import Events
 from rig.marks import Listener, Mark, each
 from rig.outcomes import OracleError
 from rig.reports import FAILED, Reports
-from rig.supervisor import SUITE
 
 ALIVE = "alive"  # a rank's first report: its pid
 FINISHED = "finished"  # a rank's last report: it has nothing left to do but to exit
 FOLDER = "VLLM_MATRIX_RANKS_FOLDER"  # where they report, and by whom a process was started
-
-STACKS_SIGNAL = signal.SIGUSR2  # dumps a rank's stacks; SIGUSR1 is vLLM's own in 0.7.3-0.8.2
 
 POLL_SECONDS = 0.1
 SETTLE_SECONDS = 2.0  # one rank's death is the next one's exception: wait for the cause before naming one
@@ -198,19 +196,17 @@ class Ranks:
             process.poll()  # no zombies
 
     def _dump_stacks(self) -> None:
+        """Of all processes of the ranks; a rank's own also under its number."""
+        found = stacks.dump(self._alive(), self._events.out)
         for rank in self.numbers:
             alive = self._reports.read(rank, ALIVE)
-            if alive and alive["pid"] in self._alive():
-                os.kill(alive["pid"], STACKS_SIGNAL)
-        time.sleep(1.0)
+            if alive and alive["pid"] in found:
+                self._events.artifact(f"stacks.rank{rank}.txt", stacks.of(alive["pid"], self._events.out))
 
     def _keep(self) -> None:
-        """All reports in one artifact, and the stacks of a hang."""
+        """All reports in one artifact."""
         found = {path.stem: json.loads(path.read_bytes()) for path in sorted(self.folder.glob("rank*.json"))}
         self._events.artifact("ranks.json", json.dumps(found).encode())
-        for path in self.folder.glob("stacks.*"):
-            if path.stat().st_size:
-                self._events.artifact(path.name, path.read_bytes())
 
 
 def cause(

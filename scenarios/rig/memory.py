@@ -18,7 +18,7 @@ from typing import Any, Callable
 
 from rig.events import Events
 from rig.outcomes import OracleError
-from rig.supervisor import descendants
+from rig.sweep import descendants
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -7,19 +7,25 @@ Without xdist (``-p no:xdist``, for a local try) one process writes all of them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+import sys
 import time
 from typing import Any, Generator
 
 import pytest
 
-from rig import errors, events, fixtures, hello
+from rig import errors, events, fixtures, hello, sweep
 from rig.cell import read_cell
 from rig.outcomes import NotAvailable, Skipped
 
 # A worker gone for good leaves its return code within moments; its children cannot delay that.
 REAP_SECONDS = 10.0
+SWEEP_SECONDS = 10.0
+
+# How a worker ends that leaves the checks after it to a fresh one.
+FAULT_CODE = 93
 
 
 def check_id(nodeid: str) -> str:
@@ -57,6 +63,8 @@ class Checks:
         self.writer = writer
         self.raised: BaseException | None = None
         self.skipped: Skipped | None = None
+        self.faulted: str | None = None
+        self.replaceable = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -64,6 +72,7 @@ class Checks:
             # execnet has sent stdout to /dev/null, -s or not; what vLLM logs there is the only word of some failures
             os.dup2(2, 1)
             _keep_pipes_from_forks(session.config)
+            self.replaceable = _is_replaceable(session.config)
         self.writer.emit("hello", **hello.facts())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -79,6 +88,11 @@ class Checks:
             raise
         finally:
             self._end(time.monotonic() - begun)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if self.faulted:
+            fixtures.refuse(self.faulted)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
@@ -101,7 +115,14 @@ class Checks:
             outcome = "na" if isinstance(self.skipped, NotAvailable) else "skipped"
             reason = events.cut_middle(str(self.skipped), events.TEXT_CHARS)
         fields = {"outcome": outcome, "seconds": round(seconds, 3), "reason": reason, "error": error}
+        fault = self.raised is not None and errors.device_trouble(self.raised) == errors.DEVICE_FAULT
+        if fault:
+            self.writer.property("device.fault", str(self.raised) or type(self.raised).__name__)
         self.writer.emit("end", check=self.writer.check, **fields)
+        if fault and self.replaceable:
+            _leave()
+        if fault:
+            self.faulted = self.writer.check
         self.writer.check = self.raised = self.skipped = None
 
 
@@ -129,6 +150,7 @@ class Workers:
         self.writer = writer
         self.planned = False
         self.running: str | None = None
+        self.latest: str | None = None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
@@ -137,7 +159,7 @@ class Workers:
             self.writer.emit("plan", checks=[check_id(nodeid) for nodeid in ids])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.running = check_id(nodeid)
+        self.running = self.latest = check_id(nodeid)
 
     def pytest_runtest_logfinish(self) -> None:
         self.running = None
@@ -145,8 +167,22 @@ class Workers:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         if error and error != "keyboard-interrupt":  # that one has stopped and lives
-            self.writer.emit("down", returncode=_returncode(node.gateway._io.popen), check=self.running)
+            code = _returncode(node.gateway._io.popen)
+            if code == FAULT_CODE:
+                self.writer.property("worker.replaced", errors.DEVICE_FAULT, check=self.latest)
+            else:
+                self.writer.emit("down", returncode=code, check=self.running)
+            self._sweep(self.latest if code == FAULT_CODE else self.running)
             self.running = None
+
+    def _sweep(self, check: str | None) -> None:
+        """An engine core may have outlived the worker, with the memory that the next one needs."""
+        marked = sweep.mark(os.environ)
+        outlived = sweep.living(sweep.members(os.getpid(), marked))
+        commands = sweep.commands(outlived)
+        sweep.end(lambda: sweep.living(sweep.members(os.getpid(), marked)), SWEEP_SECONDS)
+        if commands:
+            self.writer.property("worker.outlived_by", commands[:20], check=check)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -171,6 +207,20 @@ def _returncode(popen: subprocess.Popen[bytes]) -> int | None:
         return popen.wait(timeout=REAP_SECONDS)
     except subprocess.TimeoutExpired:
         return None
+
+
+def _is_replaceable(config: pytest.Config) -> bool:
+    """Whether the controller will start another worker after this one; their ids count from gw0."""
+    number = config.workerinput["workerid"].removeprefix("gw")  # type: ignore[attr-defined]
+    return number.isdecimal() and int(number) < int(config.option.maxworkerrestart or 0)
+
+
+def _leave() -> None:
+    """End this process within the check, so that xdist takes that one for lost, and no other."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(FAULT_CODE)
 
 
 def _keep_pipes_from_forks(config: pytest.Config) -> None:

@@ -6,7 +6,6 @@ look at ``weights``, meet ``idle`` a few times, end the engine. Nothing is compa
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
 import json
 import os
@@ -40,8 +39,6 @@ def main() -> int:
     rank = int(os.environ.get("VLLM_MATRIX_RANK") or os.environ["RANK"])  # ours, or torchrun's
     os.environ["VLLM_MATRIX_RANK"] = str(rank)
     reports = Reports(Path(os.environ[launcher.FOLDER]))
-    stacks = (reports.folder / f"stacks.rank{rank}.txt").open("w")
-    faulthandler.register(launcher.STACKS_SIGNAL, file=stacks, all_threads=True)
     reports.write(rank, launcher.ALIVE, {"pid": os.getpid()})
     try:
         Rank(read_cell(), rank, reports, writer()).run()

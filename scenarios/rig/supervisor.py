@@ -1,8 +1,10 @@
-"""The first process of a cell: starts the runner, waits, ends whatever is left, says DONE."""
+"""The first process of a cell: starts the runner, waits, ends whatever is left, says DONE.
+
+On SIGTERM it first has all processes of the cell write their stacks.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -12,9 +14,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Mapping
+from typing import Callable, Mapping
 
+from rig import cgroup, shm, stacks, sweep
 from rig.cell import Cell, CellError, read_cell
+from rig.events import Events
 
 SUITE = Path(__file__).resolve().parents[1]
 
@@ -23,6 +27,10 @@ SUITE = Path(__file__).resolve().parents[1]
 WORKER_RESTARTS = 4
 GRACE_SECONDS = 5.0
 SWEEP_SECONDS = 15.0
+LINGER_SECONDS = 2.0  # resource trackers and the like need a moment to notice that their parent has gone
+LOOK_SECONDS = 0.5
+NAMED = 20  # of what was left
+_TICK = 0.05
 
 # Exit codes of the rig itself. Whatever the checks said is 0: it is in the events.
 RIG_FAILED = 70
@@ -50,9 +58,8 @@ def _run(cell: Cell) -> int:
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _frame: stopped.append(got))
-    runner = subprocess.Popen(command(cell), env=environment(cell, os.environ), cwd=tempfile.gettempdir())
-    code = _wait(runner, stopped)
-    _sweep(GRACE_SECONDS if stopped else 0.0)
+    attempt = Attempt(cell, stopped)
+    code = attempt.run()
     if stopped:
         _say(f"stopped by signal {stopped[0]}")
         return TERMINATED
@@ -61,6 +68,81 @@ def _run(cell: Cell) -> int:
         _say(f"the runner itself failed, pytest's exit code is {code}")
         return RIG_FAILED
     return 0
+
+
+class Attempt:
+    """The runner, and all that comes of it. ``stopped`` gets the signals that tell us to stop."""
+
+    def __init__(self, cell: Cell, stopped: list[int]) -> None:
+        alone = 1 in (os.getpid(), os.getppid())  # in a container, where all that can be seen is the cell's
+        self._out = cell.out
+        self._stopped = stopped
+        self._memory = cgroup.Watch(cell.out, alone)
+        self._shm = shm.Leftovers(alone, self._members)
+        environ = environment(cell, os.environ)
+        self._mark = sweep.mark(environ)
+        self._runner = subprocess.Popen(command(cell), env=environ, cwd=tempfile.gettempdir())
+
+    def run(self) -> int:
+        """Wait for the runner's end, or for ours; the runner's return code (negative: a signal). Nothing is left."""
+        try:
+            code = self._wait()
+            if self._stopped:
+                self._try(lambda: stacks.dump(self._members(), self._out))
+            elif code >= 0:
+                self._try(self._tell_leftovers)
+            return code
+        finally:
+            self._end()
+
+    def _wait(self) -> int:
+        looked = time.monotonic()
+        while not self._stopped and self._runner.poll() is None:
+            sweep.reap(keep=self._runner.pid)
+            time.sleep(_TICK)
+            if time.monotonic() - looked > LOOK_SECONDS:
+                self._memory.look()
+                self._shm.look()
+                looked = time.monotonic()
+        return self._runner.poll() or 0
+
+    def _members(self) -> list[int]:
+        return sweep.members(os.getpid(), self._mark)
+
+    def _tell_leftovers(self) -> None:
+        """What the version under test has left running though nothing hurried it: a finding."""
+        end = time.monotonic() + LINGER_SECONDS
+        while (left := sweep.living(self._members())) and time.monotonic() < end and not self._stopped:
+            sweep.reap()
+            time.sleep(_TICK)
+        commands = sweep.commands(left)
+        if commands and not self._stopped:
+            events = Events(self._out)
+            events.property("leftover.processes", commands[:NAMED])
+            events.metric("leftover.processes.count", len(left), "processes")
+
+    def _end(self) -> None:
+        left = sweep.end(self._members, SWEEP_SECONDS, GRACE_SECONDS if self._stopped else 0.0, sweep.reap)
+        sweep.reap()
+        if left:
+            _say(f"cannot be killed: {'; '.join(sweep.commands(left))}")
+        self._try(self._clear_shm)
+        self._memory.look(always=True)
+        stacks.tidy(self._out)
+
+    def _clear_shm(self) -> None:
+        removed = self._shm.remove()
+        if removed and not self._stopped:
+            events = Events(self._out)
+            events.property("leftover.shm", sorted(removed)[:NAMED])
+            events.metric("leftover.shm.size", sum(removed.values()), "B")
+
+    def _try(self, work: Callable[[], object]) -> None:
+        """A full disk must not keep a cell from its end."""
+        try:
+            work()
+        except (OSError, ValueError) as err:
+            _say(f"{type(err).__name__}: {err}")
 
 
 def command(cell: Cell) -> list[str]:
@@ -94,63 +176,6 @@ def _become_subreaper() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         _say(f"no subreaper: {os.strerror(ctypes.get_errno())}")
-
-
-def _wait(runner: subprocess.Popen[bytes], stopped: list[int]) -> int:
-    """The runner's return code (negative: a signal), or, once we are told to stop, whatever it is by then."""
-    while not stopped and runner.poll() is None:
-        time.sleep(0.05)
-    return runner.poll() or 0
-
-
-def _sweep(grace: float) -> None:
-    """End every descendant: SIGTERM and ``grace`` seconds first if there is grace, then SIGKILL until none is left."""
-    if grace:
-        _signal_all(signal.SIGTERM)
-        _reap_until(time.monotonic() + grace)
-    end = time.monotonic() + SWEEP_SECONDS
-    while time.monotonic() < end and descendants(os.getpid()):
-        _signal_all(signal.SIGKILL)
-        _reap_until(time.monotonic() + 0.2)
-
-
-def _signal_all(number: int) -> None:
-    for pid in descendants(os.getpid()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _reap_until(end: float) -> None:
-    while time.monotonic() < end:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            time.sleep(0.02)
-
-
-def descendants(root: int) -> list[int]:
-    """Pids of all processes below ``root``, zombies included."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        parent = _parent(entry) if entry.name.isdigit() else None
-        if parent is not None:
-            children.setdefault(parent, []).append(int(entry.name))
-    found: list[int] = []
-    queue = [root]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
-
-
-def _parent(entry: Path) -> int | None:
-    try:  # the name in parentheses may hold anything, also blanks and parentheses
-        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError, ValueError):
-        return None  # gone meanwhile
 
 
 def _done(out: Path, code: int) -> None:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(SUITE))
 def suite(tmp_path: Path) -> Path:
     """A suite with the real rig and no scenario."""
     shutil.copytree(SUITE / "rig", tmp_path / "suite" / "rig", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(SUITE / "sitecustomize.py", tmp_path / "suite")
     return tmp_path / "suite"
 
 

@@ -19,7 +19,7 @@ from rig.outcomes import NotAvailable, RankError, Skipped
 from tests.rig.run import FAKES
 
 PROGRAM = """
-import faulthandler, os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 from rig import launcher
 from rig.barrier import Barrier, Gloo
@@ -29,8 +29,6 @@ from rig.reports import Reports
 
 rank = int(os.environ["VLLM_MATRIX_RANK"])
 reports = Reports(Path(os.environ[launcher.FOLDER]))
-stacks = (reports.folder / f"stacks.rank{rank}.txt").open("w")
-faulthandler.register(launcher.STACKS_SIGNAL, file=stacks)
 reports.write(rank, launcher.ALIVE, {"pid": os.getpid()})
 barrier = Barrier(Gloo(reports.folder, rank, 2, 60), writer())
 
@@ -59,6 +57,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         (tmp_path / "program.py").write_text(PROGRAM % second_rank)
         paths = os.pathsep.join([str(tmp_path), str(FAKES)])
         outer = {"PATH": os.environ["PATH"], "PYTHONPATH": paths, "VLLM_MATRIX_OUT": str(out), "RANK": "7"}
+        outer["VLLM_MATRIX_CELL"] = "fake"  # as the supervisor has it: Pythons of a cell have stacks
         ranks = Ranks(one_each("program", 2, "cpu", outer), Events(out), Limits(quiet, total))
         started.append(ranks)
         return ranks
@@ -126,6 +125,9 @@ def test_the_stacks_of_a_hang_are_kept(start: Start) -> None:
     assert "in wait" in (artifacts / "stacks.rank0.txt").read_text()
     assert "program.py" in (artifacts / "stacks.rank1.txt").read_text()
     assert json.loads((artifacts / "ranks.json").read_text())["rank1.first"]["rank"] == 1
+    listed = json.loads((artifacts / "stacks" / "processes.json").read_text())["processes"]
+    assert {each["rank"] for each in listed} == {0, 1}
+    assert all((artifacts / "stacks" / each["stack"]).read_bytes() for each in listed)
 
 
 def test_what_a_rank_raised_keeps_its_frames(start: Start) -> None:

@@ -31,5 +31,8 @@ class Tensor:
     def element_size(self):
         return 4
 
+    def numel(self):
+        return len(self.text)
+
     def numpy(self):
         return numpy.array([ord(char) for char in self.text], dtype=numpy.int32)
