@@ -12,17 +12,29 @@ from pathlib import Path
 from harness import events as ev
 from harness import probes
 from harness.backends.base import Backend, Launch, Running
-from harness.cells import Cell
+from harness.backends.size import Guard
+from harness.cells import Cell, Deadlines
+from harness.ending import marks_by_rank, read_memory, signal_of
 from harness.errors import InfrastructureError
-from harness.job import Context, Job, cell_json, container_name, launch
+from harness.job import Context, Job, cell_json, container_name, findings, launch
 from harness.judge import Evidence
 from harness.plan import Planned, Unmet
 from harness.recorder import make_record
-from harness.records import ExitState, ImageRef, Record, attempt_folder, next_attempt, write_atomic, write_record
+from harness.records import (
+    ExitState,
+    ImageRef,
+    Killed,
+    Record,
+    attempt_folder,
+    next_attempt,
+    write_atomic,
+    write_record,
+)
 from harness.stop import Stop
 from harness.tail import Live, Tail
 
-GRACE = 20.0  # seconds between SIGTERM and SIGKILL: the rig sweeps its process tree in between
+GRACE = 30.0  # seconds between SIGTERM and SIGKILL: the rig writes stacks in between, then sweeps its process tree
+TICK = 0.5  # seconds between two looks at a running cell
 
 
 class InterruptedAttempt(Exception):  # noqa: N818 - no error of anybody's: the user asked for it
@@ -45,11 +57,12 @@ def run_attempt(job: Job, context: Context, backend: Backend, watch: Watch, stop
     infra, state = "", ExitState(started=False)
     try:
         running = backend.start(_launch(folder, job, context))
-        state = _watch(running, job.cell, Tail(folder / "out", job.cell.ranks), watch, stop)
+        out = folder / "out"
+        state = _watch(running, job.cell, Tail(out, job.cell.ranks), Guard(out), watch, stop)
     except InfrastructureError as error:
         infra = f"engine-of-containers: {error.message}"
     evidence = _evidence(folder / "out", state, infra)
-    record = make_record(job, context, backend.name, started, evidence)
+    record = findings(job, make_record(job, context, backend.name, started, evidence))
     write_record(folder, record)
     return record
 
@@ -73,46 +86,69 @@ def _launch(folder: Path, job: Job, context: Context) -> Launch:
         context.models,
         container_name(context.run, job.cell.id, job.number),
         {f"vllm-matrix.{key}": value for key, value in labels.items()},
+        gpus=job.gpus.uuids,
     )
 
 
-def _watch(running: Running, cell: Cell, tail: Tail, watch: Watch, stop: Stop) -> ExitState:
-    """Wait for the end, or bring it about: a deadline, the user's stop."""
-    begin = heard = time.monotonic()
-    spoke, killed, interrupted = 0, "", False
+def _watch(running: Running, cell: Cell, tail: Tail, guard: Guard, watch: Watch, stop: Stop) -> ExitState:
+    """Wait for the end, or bring it about: a deadline, too much in /out, the user's stop."""
+    killed: Killed = ""
+    seen: dict[str, object] = {}
     try:
-        while not (killed or interrupted or running.ended(0.5)):
-            live = tail.read()
-            watch(live)
-            now = time.monotonic()
-            if live.spoke > spoke:
-                spoke, heard = live.spoke, now
-            killed = _overdue(cell, now - begin, now - heard)
-            interrupted = stop.asked
-        if killed or interrupted:
-            watch(replace(tail.live, doing="stopping; Ctrl-C kills it" if interrupted else "stopping"))
+        while not (killed or running.ended(TICK)):
+            watch(tail.read())
+            killed = overdue(tail.live, cell.deadlines, tail.elapsed)
+            killed = killed or ("disk" if guard.exceeded() else "") or ("interrupted" if stop.asked else "")
+        if killed:
+            seen = {**_seen(tail), "heard": tail.live.heard}  # before it hears of our signal, and speaks again
+            words = "stopping; Ctrl-C kills it" if killed == "interrupted" else f"stopping, limit: {killed}"
+            watch(replace(tail.live, doing=words))
             _terminate(running, stop)
     finally:
         state = running.close()
-    if interrupted and not killed:
+    if killed == "interrupted":
         raise InterruptedAttempt
-    return state.model_copy(update={"killed": killed, "last_mark": tail.read().mark})
+    update = {"killed": killed, "signal": signal_of(state.exit_code), "deadlines": cell.deadlines.by_name()}
+    return state.model_copy(update={**update, **(seen or _seen(tail))})
+
+
+def _seen(tail: Tail) -> dict[str, object]:
+    """What is known of a cell at this moment, and where its ranks stand."""
+    live, now = tail.drain(), tail.elapsed
+    return {
+        "last_mark": marks_by_rank(live.marks),
+        "last_marks": dict(live.marks),
+        "last_barriers": dict(live.barriers),
+        "seconds": round(now, 1),
+        "quiet_seconds": round(now - live.spoke_at, 1),
+    }
 
 
 def _terminate(running: Running, stop: Stop) -> None:
     running.terminate()
     end = time.monotonic() + GRACE
-    while not (stop.at_once or running.ended(0.5) or time.monotonic() > end):
+    while not (stop.at_once or running.ended(TICK) or time.monotonic() > end):
         pass
 
 
-def _overdue(cell: Cell, elapsed: float, silent: float) -> str:
-    if elapsed > cell.deadlines.total:
-        return "total"
-    return "silence" if silent > cell.deadlines.silence else ""
+_PHASES: tuple[Killed, ...] = ("import", "init")  # that have a deadline of their own
+
+
+def overdue(live: Live, deadlines: Deadlines, elapsed: float) -> Killed:
+    """The deadline that has passed, the one that says most first; or empty."""
+    if not live.greeted and elapsed > deadlines.start:
+        return "start"
+    for phase in _PHASES:
+        begun = [since for (_, _, name), since in live.phases.items() if name == phase]
+        if begun and elapsed - min(begun) > deadlines.phases.get(phase, elapsed):
+            return phase
+    if elapsed - live.spoke_at > deadlines.silence:
+        return "silence"
+    return "total" if elapsed > deadlines.total else ""
 
 
 def _evidence(out: Path, state: ExitState, infra: str) -> Evidence:
+    state = state.model_copy(update={"oom": read_memory(out)}) if state.started else state
     events, faults = ev.read_events(out)
     return Evidence(events=events, faults=faults, done=ev.read_done(out), exit=state, infra=infra)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from pathlib import Path
 from harness.errors import BuildError, DockerMissingError
 
 GRACE = 10.0  # seconds that a builder has to wind down
+TIMEOUT = 3600.0  # seconds
 TAIL = 40  # lines of a failed build's output that its error carries
 MAX_LINE = 64 << 10  # bytes read at once: a builder may draw a progress bar without any line end
 FIRST_WITHOUT_BUILTIN = 23  # from this release of the client on, BuildKit is in the buildx plugin only
@@ -106,22 +109,37 @@ def _major(version: str | None) -> int:
 
 
 def run_build(
-    builder: Builder, arguments: Sequence[str], environ: Mapping[str, str], log: Path, on_line: Callable[[str], None]
+    builder: Builder,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    log: Path,
+    on_line: Callable[[str], None],
+    timeout: float = TIMEOUT,
 ) -> None:
     """Run one build; its output goes to the end of `log` and, line by line, to `on_line`.
 
-    Raises BuildError with the cause, if its output shows one, and with its last lines.
+    Raises BuildError with the cause, if its output shows one, and with its last lines; also when `timeout` seconds are
+    up: the builder and all that it started are ended then.
     """
+    until = time.monotonic() + timeout
     tail: deque[str] = deque(maxlen=TAIL)
     cause: tuple[str, str] | None = None
     with log.open("ab", buffering=0) as file, _start([*builder.command, *arguments], environ, builder) as process:
         try:
-            for raw in _pieces(process):
+            for raw in _pieces(process, until):
                 file.write(raw)
                 line = _CONTROL.sub("", raw.decode("utf-8", "replace")).rstrip()
                 tail.append(line)
                 cause = cause or explain(line)
                 on_line(line)
+            process.wait(max(0.0, until - time.monotonic()))
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
+            _end(process)
+            raise BuildError(
+                f"the build was not done within {timeout:g} s",
+                f"Its output so far is in {log}; `timeout` of [images] in matrix.toml gives it longer.",
+                "\n".join(tail),
+            ) from error
         except BaseException:  # Ctrl-C among them: the builder must not go on behind our back
             _end(process)
             raise
@@ -163,8 +181,30 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(GRACE)
 
 
-def _pieces(process: subprocess.Popen[bytes]) -> Iterator[bytes]:
-    """The output as it comes: lines, or parts of one that is very long."""
+def _pieces(process: subprocess.Popen[bytes], until: float) -> Iterator[bytes]:
+    """The output as it comes: lines, or parts of one that is very long. Raises TimeoutError when the time is up."""
+    rest = b""
+    for chunk in _chunks(process, until):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in (*(line + b"\n" for line in lines), *([rest] if len(rest) >= MAX_LINE else [])):
+            yield from (line[start : start + MAX_LINE] for start in range(0, len(line), MAX_LINE))
+        if len(rest) >= MAX_LINE:
+            rest = b""
+    if rest:
+        yield rest
+
+
+def _chunks(process: subprocess.Popen[bytes], until: float) -> Iterator[bytes]:
     output = process.stdout
-    while output is not None and (raw := output.readline(MAX_LINE)):
-        yield raw
+    if output is None:
+        return
+    ready = select.poll()
+    ready.register(output, select.POLLIN)
+    while True:
+        left = until - time.monotonic()
+        if left <= 0 or not ready.poll(left * 1000):
+            raise TimeoutError
+        chunk = os.read(output.fileno(), MAX_LINE)
+        if not chunk:
+            return
+        yield chunk

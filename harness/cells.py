@@ -13,10 +13,25 @@ from harness.spec import OptionValue
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Seconds: `total` from the container's start, `silence` between two events of the checks' process."""
+    """Seconds: `total` and `start` from the container's start, to its end and to its first word (`hello`); `silence`
+    between two events of the processes that hold engines; `phases` from the begin of a phase to its end, by name."""
 
     total: float
     silence: float
+    start: float = 120.0
+    phases: Mapping[str, float] = field(default_factory=lambda: {"import": 300.0, "init": 600.0})
+
+    def stretched(self, multiplier: float) -> Deadlines:
+        return Deadlines(
+            total=self.total * multiplier,
+            silence=self.silence * multiplier,
+            start=self.start * multiplier,
+            phases={name: seconds * multiplier for name, seconds in self.phases.items()},
+        )
+
+    def by_name(self) -> dict[str, float]:
+        """As cell.json and records have them."""
+        return {"total": self.total, "silence": self.silence, "start": self.start, **self.phases}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +70,7 @@ class Cell:
 
     def stretched(self, multiplier: float) -> Cell:
         """The same cell with longer deadlines."""
-        longer = Deadlines(total=self.deadlines.total * multiplier, silence=self.deadlines.silence * multiplier)
-        return replace(self, deadlines=longer)
+        return replace(self, deadlines=self.deadlines.stretched(multiplier))
 
     @property
     def question(self) -> str:

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import platformdirs
 
-from harness.backends.local import TOOLS, search_path
+from harness.backends.local import TOOLS, scratch_folder, search_path
 from harness.builders import Builder, run_build
 from harness.dockerfiles import digest
 from harness.errors import BuildError, InfrastructureError
@@ -180,7 +179,7 @@ class _Maker:
 
     def _copy(self, python: Path, step: Copy) -> None:
         """Make the stage in a folder beside ours, so that uv can link there too, and take what it was made for."""
-        with _thrown_away(self.folder.with_name(f".{self.folder.name}.stage")) as root:
+        with _thrown_away(_stage_of(self.folder)) as root:
             stage = replace(self, folder=_under(root, VENV), outside=root)
             stage.make(python, step.steps)
             source = _under(root, step.source)
@@ -198,10 +197,10 @@ class _Maker:
         for path in map(Path, arguments):
             if path.is_relative_to(self.folder) and path.stat().st_nlink > 1:
                 _detach(path)
-        with tempfile.TemporaryDirectory(prefix="vllm-matrix-", dir=self.outside) as home:
+        with scratch_folder(self.outside) as home:
             # Python looks for modules in its working folder first: it must not be ours
             self._run(
-                ["env", f"--chdir={home}", str(self.folder / "bin" / "python3"), *arguments], self._for_step(home)
+                ["env", f"--chdir={home}", str(self.folder / "bin" / "python3"), *arguments], self._for_step(str(home))
             )
 
     def _expanded(self, argument: str | Path) -> Iterator[str]:
@@ -224,7 +223,7 @@ class _Maker:
         return found
 
     def _run(self, words: list[str], given: Mapping[str, str]) -> None:
-        run_build(Builder(command=(words[0],)), words[1:], given, self.log, self.on_line)
+        run_build(Builder(command=(words[0],)), words[1:], given, self.log, self.on_line, self.options.timeout)
 
     def _for_uv(self) -> dict[str, str]:
         """The user's own settings of uv, proxies and certificates; the index and the bundle as for images."""
@@ -251,6 +250,16 @@ class _Maker:
             "TMPDIR": home,
             "LANG": "C.UTF-8",
         }
+
+
+def _stage_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.stage")
+
+
+def stages(root: Path) -> Iterator[tuple[Path, str]]:
+    """Folders in which stages were made, and the names under which their making is locked (`images.lock_of`)."""
+    for folder in root.glob(".*.stage"):
+        yield folder, folder.name[1:].removesuffix(".stage")
 
 
 @contextlib.contextmanager

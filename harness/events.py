@@ -16,8 +16,8 @@ MAX_LINE = 64 << 10  # bytes
 MAX_FILE = 64 << 20  # bytes
 
 _SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours and cursor movements of terminals
-# controls but for newline and tab, and what turns the direction of the text around it
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# controls but for newline and tab, what turns the direction of the text around it, and halves of characters
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
@@ -186,6 +186,27 @@ def read_untrusted(path: Path, limit: int, start: int = 0) -> bytes | None:
         return os.pread(descriptor, limit, start) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
     finally:
         os.close(descriptor)
+
+
+def read_below(root: Path, name: str, limit: int) -> bytes | None:
+    """Like `read_untrusted`, of a file below `root` that is ours: no folder on the way may be a link either."""
+    parts = name.split("/")
+    if not all(parts) or {".", ".."} & {*parts}:
+        return None
+    opened: list[int] = []
+    try:
+        opened.append(os.open(root, _FOLDER))
+        for part in parts[:-1]:
+            opened.append(os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=opened[-1]))
+        return read_untrusted(Path(f"/proc/self/fd/{opened[-1]}", parts[-1]), limit)
+    except (OSError, ValueError):
+        return None
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def file_name(rank: int) -> str:

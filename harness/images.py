@@ -59,6 +59,7 @@ class BuildOptions:
     index_url: str | None = None
     ca_bundle: Path | None = None
     no_cache: bool = False  # build a target that is there, from its first instruction on; the base stays
+    timeout: float = 3600.0  # seconds for each build
     revision: str | None = None  # of the harness, for a label
 
 
@@ -180,7 +181,7 @@ def build(
         if not cached:
             check_space(client)
             _build_base(client, image, builder, options, log, on_line)
-            run_build(builder, _arguments(image, options), _environment(options), log, on_line)
+            run_build(builder, _arguments(image, options), _environment(options), log, on_line, options.timeout)
             found = find_image(client, image.tag)
     if found is None:
         raise BuildError(
@@ -199,7 +200,7 @@ def _build_base(
 ) -> None:
     with locked(image.base_tag, on_line):
         if find_image(client, image.base_tag) is None:
-            run_build(builder, _base_arguments(image, options), _environment(options), log, on_line)
+            run_build(builder, _base_arguments(image, options), _environment(options), log, on_line, options.timeout)
 
 
 def _base_arguments(image: Image, options: BuildOptions) -> list[str]:
@@ -287,14 +288,7 @@ def _is_local(client: DockerClient) -> bool:
 @contextmanager
 def locked(tag: str, on_line: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a tag; it ends with the process, however that ends."""
-    folder = platformdirs.user_cache_path(REPOSITORY) / "locks"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InfrastructureError(
-            f"{folder} cannot be made: {error.strerror}", "Set XDG_CACHE_HOME to a folder that can be written."
-        ) from error
-    lock = FileLock(folder / f"{re.sub(r'[^a-z0-9.-]+', '_', tag)}.lock")
+    lock = lock_of(tag)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -304,3 +298,15 @@ def locked(tag: str, on_line: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def lock_of(tag: str) -> FileLock:
+    """Who holds it makes the image, or the environment, of this tag."""
+    folder = platformdirs.user_cache_path(REPOSITORY) / "locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InfrastructureError(
+            f"{folder} cannot be made: {error.strerror}", "Set XDG_CACHE_HOME to a folder that can be written."
+        ) from error
+    return FileLock(folder / f"{re.sub(r'[^a-z0-9.-]+', '_', tag)}.lock")

@@ -135,6 +135,8 @@ def _judged(
 
 
 def _cell_verdict(checks: Sequence[JudgedCheck], stale: bool) -> Verdict:
-    """The worst verdict of the checks; an old PASS is no longer one."""
+    """The worst verdict of the checks; an old PASS is no longer one, and a record without checks says nothing."""
+    if not checks:
+        return Verdict.UNKNOWN
     worst = worst_verdict(judged.verdict for judged in checks)
     return Verdict.UNKNOWN if stale and worst not in UNEXPECTED else worst

@@ -93,7 +93,7 @@ def _cell(
     )
 
 
-_LIMITS = ("cpus", "memory", "shm", "timeout", "silence")
+_LIMITS = ("cpus", "memory", "shm", "timeout", "silence", "start", "import_", "init")
 
 
 def _resources(limits: Mapping[str, object], gpus: int) -> Resources:
@@ -106,9 +106,13 @@ def _resources(limits: Mapping[str, object], gpus: int) -> Resources:
 
 
 def _deadlines(limits: Mapping[str, object], multiplier: float) -> Deadlines:
+    seconds = {name: float(str(limits[name])) for name in ("timeout", "silence", "start", "import_", "init")}
     return Deadlines(
-        total=float(str(limits["timeout"])) * multiplier, silence=float(str(limits["silence"])) * multiplier
-    )
+        total=seconds["timeout"],
+        silence=seconds["silence"],
+        start=seconds["start"],
+        phases={"import": seconds["import_"], "init": seconds["init"]},
+    ).stretched(multiplier)
 
 
 def _reference(

@@ -7,12 +7,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from harness.cells import Cell
 from harness.errors import ConfigurationError
+from harness.events import clean
 from harness.plan import Planned
 from harness.records import write_atomic
+from harness.spec import Name
+
+Clean = Annotated[str, AfterValidator(clean)]  # the file may have been damaged since it was written
+
+_NAME: TypeAdapter[str] = TypeAdapter(Name)
+
+
+def _named(cell: Cell) -> Cell:
+    """What stands in matrix.toml has no other names: tables, slugs and links are made of them."""
+    for name in (cell.target, cell.device, cell.scenario, *cell.params, *cell.params.values()):
+        _NAME.validate_python(name)
+    return cell
 
 
 class PlannedEntry(BaseModel):
@@ -20,11 +33,11 @@ class PlannedEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    cell: Cell
+    cell: Annotated[Cell, AfterValidator(_named)]
     digest: str
     facts: dict[str, str] = {}
     action: Literal["run", "reuse", "na"]
-    reason: str
+    reason: Clean
     selected: bool
 
 
@@ -34,9 +47,9 @@ class PlanFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
-    run: str
+    run: Clean
     created: datetime
-    not_runnable: tuple[str, ...] = ()
+    not_runnable: tuple[Clean, ...] = ()
     cells: tuple[PlannedEntry, ...]
 
 

@@ -94,6 +94,7 @@ def build_options(project: Project, base: str | None = None, index_url: str | No
         index_url=index_url or images.index_url,
         ca_bundle=ca_bundle(None, os.environ),
         docker_dir=project.root / "docker",
+        timeout=images.timeout * project.spec.run.timeout_multiplier,
         revision=revision(project.root).commit,
     )
 
@@ -214,11 +215,3 @@ def _git(root: Path, *arguments: str) -> str | None:
 def host(engine: str) -> Host:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Host(machine=platform.machine(), cpus=os.cpu_count() or 1, memory=memory, engine=engine)
-
-
-def owner() -> str:
-    """Who we are, so that it can be seen later whether we still live: boot, pid namespace, pid, start time."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    namespace = Path("/proc/self/ns/pid").readlink()
-    started = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    return f"{boot} {namespace} {os.getpid()} {started}"

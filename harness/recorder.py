@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -81,7 +82,8 @@ def _phases(evidence: Evidence) -> dict[str, float]:
     for event in evidence.events:
         if isinstance(event, ev.Phase) and event.seconds is not None:
             total[event.name, event.rank] += event.seconds
-    return {name: max(seconds for (other, _), seconds in total.items() if other == name) for name, _ in total}
+    slowest = {name: max(seconds for (other, _), seconds in total.items() if other == name) for name, _ in total}
+    return {name: min(seconds, sys.float_info.max) for name, seconds in slowest.items()}  # a sum may be infinite
 
 
 # axis → the property of the rig that tells it
@@ -103,10 +105,9 @@ def _axes(cell: Cell, host: Host, hello: ev.Hello | None, properties: Mapping[st
 def artifact(folder: Path, record: Record, name: str) -> Path | None:
     """An artifact that the record names, if the file still is what its event said it was."""
     expected = record.artifacts.get(name)
-    path = folder / "out" / "artifacts" / name
     if expected is None or Path(name).name != name:
         return None
-    data = ev.read_untrusted(path, MAX_ARTIFACT + 1)
+    data = ev.read_below(folder / "out", f"artifacts/{name}", MAX_ARTIFACT + 1)
     if data is None or len(data) > MAX_ARTIFACT or hashlib.sha256(data).hexdigest() != expected:
         return None
-    return path
+    return folder / "out" / "artifacts" / name

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from harness.cells import slug
-from harness.events import MAX_FILE, ErrorInfo, read_untrusted
-from harness.status import Status
+from harness.events import MAX_FILE, ErrorInfo, Finite, clean, read_untrusted
+from harness.status import Status, worst_status
 
 SCHEMA = 1
 
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 PropertyValue = bool | int | float | str | None
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
 
 class CheckRecord(_Model):
@@ -33,15 +35,55 @@ class CheckRecord(_Model):
     error: ErrorInfo | None = None
 
 
+Killed = Literal["", "total", "silence", "start", "import", "init", "disk", "interrupted"]
+
+
+class MemoryState(_Model):
+    """The memory counters of the cell's cgroup, as its first process left them in cgroup.json; version 0: none seen."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+
+    version: Literal[0, 1, 2]
+    oom_kill: Count = 0
+    oom: Count = 0
+    peak_bytes: Count | None = None
+    limit_bytes: Count | None = None
+
+
+class LastMark(_Model):
+    """A mark of a rank; `at_seconds`: when it was heard, from the start of the cell on."""
+
+    name: str
+    n: int
+    state: Literal["enter", "leave"] | None = None
+    at_seconds: Finite
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.n} {self.state or ''}".strip()
+
+
 class ExitState(_Model):
-    """How the container ended. `error` is the engine of containers' own word, `killed` the harness's own reason."""
+    """How the container ended. `error` is the engine of containers' own word, `killed` the harness's own reason.
+
+    `signal` is what the exit code says of one. `last_marks`, and `last_barriers` among them, are each rank's; where we
+    ended the cell, those before that. `seconds` from its start to its end, or to ours; `quiet_seconds` of these without
+    an event; `heard`: how many of rank 0's events came before ours, and are to be believed. `deadlines` were in force.
+    """
 
     started: bool
     exit_code: int | None = None
+    signal: str = ""
     oom_killed: bool = False
+    oom: MemoryState | None = None
     error: str = ""
-    killed: Literal["", "total", "silence"] = ""
+    killed: Killed = ""
     last_mark: str | None = None
+    last_marks: dict[int, LastMark | None] = {}
+    last_barriers: dict[int, LastMark] = {}
+    seconds: Finite | None = None
+    quiet_seconds: Finite | None = None
+    heard: Count | None = None
+    deadlines: dict[str, Finite] = {}
 
 
 class ImageRef(_Model):
@@ -89,8 +131,8 @@ class Record(_Model):
     digest: str
     facts: dict[str, str]
     backend: str
-    started: datetime
-    ended: datetime
+    started: AwareDatetime
+    ended: AwareDatetime
     status: Status
     reason: str | None = None
     advice: str | None = None
@@ -113,8 +155,12 @@ def write_atomic(path: Path, text: str) -> None:
     """Write by rename: a reader, or a crash, sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:  # a failed write names no file
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_record(folder: Path, record: Record) -> None:
@@ -122,12 +168,24 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record | None:
-    """None where the file is missing, broken, or of a schema this version does not know."""
+    """None where the file is missing, broken, of a schema this version does not know, or not what its checks say."""
     data = read_untrusted(path, MAX_FILE)  # a pipe in its place must not hang whoever looks for records
     try:
-        return Record.model_validate_json(data) if data is not None else None
-    except ValidationError:
+        record = Record.model_validate(_cleaned(json.loads(data))) if data is not None else None
+    except (ValueError, RecursionError):
         return None
+    if record is None or not record.checks:
+        return None
+    return record if record.status is worst_status(check.status for check in record.checks) else None
+
+
+def _cleaned(value: Any) -> Any:
+    """JSON whose texts are safe for a terminal: the file may have been damaged since it was written."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [_cleaned(item) for item in value]
+    return {clean(key): _cleaned(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def records_of(run: Path) -> dict[str, Record]:
@@ -135,9 +193,17 @@ def records_of(run: Path) -> dict[str, Record]:
     last: dict[str, Record] = {}
     for path in sorted(run.glob("cells/*/attempt-*/record.json")):
         record = read_record(path)
+        if record and not _is_at_home(record, path):
+            continue
         if record and (record.cell not in last or last[record.cell].attempt < record.attempt):
             last[record.cell] = record
     return last
+
+
+def _is_at_home(record: Record, path: Path) -> bool:
+    """Whether it lies in the folder of its own cell and attempt."""
+    folder = path.parent
+    return (folder.parent.name, folder.name) == (slug(record.cell), f"attempt-{record.attempt}")
 
 
 def attempt_folder(results: Path, run: str, cell_id: str, attempt: int) -> Path:

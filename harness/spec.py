@@ -104,8 +104,11 @@ class RunSpec(_Model):
 
 
 class ImagesSpec(_Model):
+    """`timeout` in seconds, for each build."""
+
     base: str = "debian:bookworm-slim"
     index_url: str | None = None
+    timeout: Positive = 3600.0
 
 
 class LocksSpec(_Model):
@@ -183,7 +186,8 @@ class DeviceSpec(_Model):
 
 
 class ScenarioSpec(_Model):
-    """`timeout` and `silence` in seconds, from the container's start and between two events of the checks' process.
+    """Deadlines in seconds: `timeout` and `start` from the container's start, to its end and to its first word;
+    `silence` between two events; `import` and `init` for each phase of that name, as vLLM's import and an engine's.
 
     `needs`: capabilities that the probe has to find, by `*` or by `parameter=value`; without them a cell is NA.
     """
@@ -201,6 +205,9 @@ class ScenarioSpec(_Model):
     shm: Size = "1g"
     timeout: Positive = 900.0
     silence: Positive = 300.0
+    start: Positive = 120.0
+    import_: Annotated[Positive, Field(alias="import")] = 300.0
+    init: Positive = 600.0
 
 
 class ProfileSpec(_Model):
@@ -220,6 +227,9 @@ class OverrideSpec(_Model):
     shm: Size | None = None
     timeout: Positive | None = None
     silence: Positive | None = None
+    start: Positive | None = None
+    import_: Annotated[Positive | None, Field(alias="import")] = None
+    init: Positive | None = None
 
 
 class MatrixSpec(_Model):

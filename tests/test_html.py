@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from base64 import b64encode
@@ -13,19 +14,24 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from harness.cells import slug
 from harness.expectations import Expectation
 from harness.matrix import Matrix, Square, build_matrix
 from harness.probes import Capability
-from harness.records import Record
+from harness.records import ExitState, MemoryState, Record
 from harness.status import Status, Verdict
 from harness.targets import Change
 from harness.views.causes import causes, signature
+from harness.views.ending import ending, standings
 from harness.views.html import ROWS, age, commands, fact, html, quantity, started, web
+from harness.views.markdown import markdown
 from harness.views.material import Excerpt, Material, excerpt, gather, printed, question
+from harness.views.stacks import SHOWN, TEXT, read_stacks, shown
+from harness.views.terminal import cell_detail
 from harness.views.text import cut, duration, size
-from tests.browser import sample, sample_targets
+from tests.browser import sample, sample_hung, sample_targets
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 NOTHING = Material(questions={}, excerpts={})
@@ -320,6 +326,171 @@ def test_hostile_text_in_every_field_of_a_record() -> None:
     page.text.encode()
     assert Counter(tag for tag, _ in page.elements)["script"] == 1
     assert "\x1b" not in page.text and "{{ 1 }}{% x %}" in page.said()
+
+
+# --- a cell that hung ---
+
+
+@pytest.fixture(scope="module")
+def stopped() -> Matrix:
+    return sample_hung.matrix()
+
+
+@pytest.fixture(scope="module")
+def stopped_run(stopped: Matrix, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return sample_hung.write(tmp_path_factory.mktemp("stopped"), stopped)
+
+
+def hung(of: Matrix) -> Square:
+    return next(square for square in of.squares if square.cell.id == sample_hung.HUNG)
+
+
+def test_a_hung_cell_shows_who_waits_where_who_never_came_and_the_stacks(
+    stopped: Matrix, stopped_run: tuple[Path, Path]
+) -> None:
+    said = build(replace(stopped, squares=(hung(stopped),)), gather(stopped, *stopped_run)).said()
+    for part in (
+        (
+            "Its end stopped by us, nothing was heard of it any more (300 s); exit code 143: SIGTERM, sent by us; "
+            "last heard of 5 min 00 s before Reason hang: no event for 300 s; rank 1 did not come to barrier 3;"
+        ),
+        (
+            "Where the ranks stood after 6 min 01 s, when it was stopped "
+            "rank last mark barrier at for line of its time, from its last mark on "
+            "0 barrier 3 enter in barrier 3 1 min 00 s 5 min 01 s "
+            "1 generate 2 enter never came to barrier 3 1 min 01 s 5 min 00 s"
+        ),
+        "Stacks of its processes, before they were ended rank 1, process 58: running /opt/venv/bin/python3 -m rig.spmd",
+        "rig.spmd Current thread 0x00007f0d2c5d0040 (most recent call first):",
+        "rank 0, process 57: sleeping in futex_wait_queue",
+        "4 processes without a stack here rank 1, process 77: dead, not yet waited for ninja",
+        "process 1: running python3 -m rig",
+    ):
+        assert part in said, part
+    assert said.index("process 58") < said.index("process 57") < said.index("process 31")
+
+
+def test_the_same_in_the_terminal_and_in_markdown(stopped: Matrix, stopped_run: tuple[Path, Path]) -> None:
+    square, material = hung(stopped), gather(stopped, *stopped_run)
+    console = Console(width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(cell_detail(square, "/x", None, material.stacks[square.cell.id]))
+    text = markdown(stopped, material)
+    for part in ("never came to barrier 3", "stopped by us, nothing was heard of it any more", "torch_sdpa.py"):
+        assert part in capture.get() and part in text, part
+    assert "| 1 | generate 2 enter | 5 min 00 s | never came to barrier 3 |" in text.splitlines()
+    assert '      File "/suite/rig/barrier.py", line 65 in wait' in text.splitlines()
+    assert text.index("## Stopped at a deadline") > text.index("## Not simply ok")
+    assert "never came" in markdown(stopped)  # without the files
+    for some in (capture.get(), text):
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", some)
+    assert not re.search(r"^(</pre>|<script)", text, re.MULTILINE)
+
+
+def test_hostile_stacks_and_marks_stay_text_and_are_cut(stopped: Matrix, stopped_run: tuple[Path, Path]) -> None:
+    page = build(stopped, gather(stopped, *stopped_run))
+    page.text.encode()
+    assert Counter(tag for tag, _ in page.elements)["script"] == 1
+    assert "&lt;script&gt;alert(4)" in page.text and "{{ 1 }}" in page.said()
+    assert "136 more ranks are in the record." in page.said()
+    assert len(page.text) < 6 * 32_000 + 40_000
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (None, ""),
+        (ExitState(started=False), ""),
+        (ExitState(started=True, exit_code=0), "exit code 0"),
+        (ExitState(started=True), "its exit code was not seen"),
+        (ExitState(started=True, exit_code=139), "exit code 139: SIGSEGV"),
+        (ExitState(started=True, exit_code=137), "exit code 137: SIGKILL"),
+        (ExitState(started=True, exit_code=70), "exit code 70: the runner of the checks failed"),
+        (ExitState(started=True, exit_code=137, oom_killed=True), "exit code 137: SIGKILL; killed for memory"),
+        (
+            ExitState(started=True, exit_code=0, oom=MemoryState(version=2, oom_kill=2, limit_bytes=6 << 30)),
+            "exit code 0; the kernel killed 2 processes of it for memory (limit 6.0 GiB)",
+        ),
+        (
+            sample_hung.killed("total", 1.0, 139, error="not removed"),
+            (
+                "stopped by us, its time was up (900 s); exit code 139: SIGSEGV; last heard of 1.0 s before; "
+                "the engine of containers says: not removed"
+            ),
+        ),
+    ],
+)
+def test_how_it_ended_in_words(state: ExitState | None, said: str) -> None:
+    assert "; ".join(ending(state)) == said
+
+
+def test_a_record_keeps_where_ranks_stood(stopped: Matrix) -> None:
+    for square in stopped.squares:
+        record = square.record
+        assert record is not None
+        assert Record.model_validate_json(record.model_dump_json(by_alias=True)) == record
+
+
+def test_standings_of_what_has_no_ranks() -> None:
+    assert standings(None) == standings(ExitState(started=True)) == ()
+    assert standings(ExitState(started=True, last_marks={0: None, 1: None})) == ()
+
+
+def test_stacks_are_read_without_trust(tmp_path: Path) -> None:
+    sample_hung.write_stacks(tmp_path)
+    folder = tmp_path / "artifacts" / "stacks"
+    found = {stack.process.pid: stack for stack in read_stacks(tmp_path)}
+    assert not found[90].text  # a file that is not its own
+    assert found[58].text.startswith("Current thread") and len(found[58].text) == TEXT and found[58].left_out > 0
+    (folder / "57.txt").unlink()
+    (folder / "57.txt").symlink_to("58.txt")
+    assert not {stack.process.pid: stack for stack in read_stacks(tmp_path)}[57].text
+    assert [stack.process.pid for stack in shown(read_stacks(tmp_path))[0]] == [58, 31]
+    for broken in (
+        "",
+        "[]",
+        '{"schema": 2, "processes": []}',
+        '{"schema": 1, "processes": [{"pid": "x"}]}',
+        "[" * 9_999,
+    ):
+        (folder / "processes.json").write_text(broken)
+        assert read_stacks(tmp_path) == ()
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    assert read_stacks(tmp_path) == read_stacks(tmp_path / "absent") == ()
+
+
+def test_of_many_processes_some_are_shown_and_the_rest_named(tmp_path: Path) -> None:
+    sample_hung.write_stacks(tmp_path)
+    folder = tmp_path / "artifacts" / "stacks"
+    many = [sample_hung.process(100 + n, None, "python3") for n in range(90)]
+    core = sample_hung.process(7, None, "VLLM::EngineCore_0")
+    (folder / "processes.json").write_text(json.dumps({"schema": 1, "processes": [*many, core]}))
+    for listed in (*many, core):
+        (folder / f"{listed['pid']}.txt").write_text("File x" if listed is not core else "no frames")
+    some, rest = shown(read_stacks(tmp_path))
+    assert (some[0].process.pid, len(some), len(rest)) == (7, SHOWN, 91 - SHOWN)
+
+
+def test_the_process_that_runs_a_check_comes_before_the_runner(tmp_path: Path) -> None:
+    sample_hung.write_stacks(tmp_path)
+    folder = tmp_path / "artifacts" / "stacks"
+    listed = [sample_hung.process(pid, None, "python3") for pid in (40, 41, 42)]
+    (folder / "processes.json").write_text(json.dumps({"schema": 1, "processes": listed}))
+    (folder / "40.txt").write_text('File "/x/xdist/dsession.py", line 1 in loop')
+    (folder / "41.txt").write_text('File "/suite/test_cold_start.py", line 6 in test_a')
+    (folder / "42.txt").write_text("")
+    assert [stack.process.pid for stack in read_stacks(tmp_path)] == [41, 40, 42]
+
+
+def test_of_several_dumps_the_last_is_shown_and_first_its_main_thread(tmp_path: Path) -> None:
+    sample_hung.write_stacks(tmp_path)
+    again = sample_hung.WAITING.replace("line 65", "line 66")
+    (tmp_path / "artifacts" / "stacks" / "57.txt").write_text(sample_hung.WAITING + "\n" + again)
+    (stack,) = [stack for stack in read_stacks(tmp_path) if stack.process.pid == 57]
+    assert stack.text.startswith('Current thread 0x00007f11b7c5d040 (most recent call first):\n  File "/suite/rig')
+    assert stack.text.count("line 66 in wait") == 1 and "line 65" not in stack.text
+    assert stack.text.index("_monitor.py") > stack.text.index("line 66")
 
 
 # --- small ---

@@ -475,6 +475,19 @@ def test_an_interrupt_ends_the_builder(tmp_path: Path) -> None:
         os.kill(pids[0], 0)
 
 
+@pytest.mark.parametrize("script", ["echo $$; exec sleep 60", "echo $$; exec >&- 2>&-; sleep 60"])
+def test_a_build_that_takes_too_long_is_ended(tmp_path: Path, script: str) -> None:
+    pids: list[int] = []
+    with pytest.raises(BuildError, match=r"not done within 0\.5 s") as caught:
+        run_build(
+            builder_of(tmp_path, f"#!/bin/sh\n{script}\n"), [], os.environ, tmp_path / "log",
+            lambda line: pids.append(int(line)), timeout=0.5,
+        )  # fmt: skip
+    assert "`timeout` of [images]" in (caught.value.hint or "") and caught.value.log_tail == str(pids[0])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
 def test_a_builder_that_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="does not start"):
         run_build(Builder(command=(str(tmp_path / "gone"),)), [], os.environ, tmp_path / "log", lambda line: None)

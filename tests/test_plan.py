@@ -41,6 +41,19 @@ def test_overrides_by_glob_the_last_wins(tmp_path: Path) -> None:
     assert times == {("vllm-0.8.5", 20.0), ("vllm-0.10.0", 10.0)}
 
 
+def test_deadlines_by_name_with_the_multiplier(tmp_path: Path) -> None:
+    text = SPEC.replace("[run]", "[run]\ntimeout_multiplier = 2").replace(
+        "[scenarios.cold_start]", "[scenarios.cold_start]\nstart = 10\nimport = 20"
+    )
+    (tmp_path / "m.toml").write_text(text + '[[overrides]]\nselect = "vllm-0.8.5@*"\nimport = 30\ninit = 40\n')
+    cells = {(cell.target, cell.scenario): cell for cell in expand(load_spec(tmp_path / "m.toml"))}
+    rest = {"total": 1800.0, "silence": 600.0, "start": 20.0}
+    assert cells["vllm-0.8.5", "cold_start"].deadlines.by_name() == {**rest, "import": 60.0, "init": 80.0}
+    assert cells["vllm-0.10.0", "cold_start"].deadlines.by_name() == {**rest, "import": 40.0, "init": 1200.0}
+    longer = cells["vllm-0.10.0", "multimodal_rollout"].stretched(3).deadlines.by_name()
+    assert longer == {"total": 5400.0, "silence": 1800.0, "start": 720.0, "import": 1800.0, "init": 3600.0}
+
+
 def test_an_idle_override_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text(SPEC + '[[overrides]]\nselect = "vllm-9*"\n')
     with pytest.raises(ConfigurationError, match="matches no cell"):

@@ -24,7 +24,9 @@ from harness.matrix import JudgedCheck, Matrix, Square
 from harness.records import PropertyValue, Record
 from harness.status import UNEXPECTED, Status, Verdict
 from harness.views.causes import ABSENT, MEANING, Cause, causes, distinct, signature
+from harness.views.ending import Standing, ending, standings
 from harness.views.material import Excerpt, Material, attempt_path
+from harness.views.stacks import Stack, shown
 from harness.views.targets import change_text, changes, identity, places, traits, troubles, words
 from harness.views.text import cause, cut, duration, many, size
 
@@ -79,6 +81,10 @@ class Detail:
     lines: tuple[Line, ...]
     expectations: tuple[Expectation, ...]
     excerpts: Sequence[Excerpt]
+    ending: tuple[str, ...]
+    standings: tuple[Standing, ...]
+    stacks: tuple[Stack, ...]
+    stackless: tuple[Stack, ...]
     commands: tuple[tuple[str, str], ...]
 
 
@@ -111,6 +117,8 @@ def heads(matrix: Matrix) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def detail(square: Square, matrix: Matrix, material: Material) -> Detail:
+    state = square.record.exit if square.record else None
+    stacks, stackless = shown(material.stacks.get(square.cell.id, ()))
     return Detail(
         square=square,
         question=material.questions.get(square.cell.file, ()),
@@ -119,6 +127,10 @@ def detail(square: Square, matrix: Matrix, material: Material) -> Detail:
         lines=lines(square.checks),
         expectations=distinct(judged.expectation for judged in square.checks),
         excerpts=material.excerpts.get(square.cell.id, ()),
+        ending=ending(state),
+        standings=standings(state),
+        stacks=stacks,
+        stackless=stackless,
         commands=commands(square, matrix.run),
     )
 

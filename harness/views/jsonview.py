@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from harness.events import clean
 from harness.matrix import JudgedCheck, Matrix, Square
 from harness.plan import Planned
 from harness.targets import TargetFacts
 
 
 def to_json(matrix: Matrix) -> str:
-    return json.dumps(document(matrix), indent=1, ensure_ascii=False) + "\n"
+    return clean(json.dumps(document(matrix), indent=1, ensure_ascii=False)) + "\n"  # JSON leaves C1 controls alone
 
 
 def document(matrix: Matrix) -> dict[str, Any]:

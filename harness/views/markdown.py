@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from harness.matrix import Matrix
+from harness.events import clean
+from harness.matrix import Matrix, Square
 from harness.status import Verdict
 from harness.targets import TargetFacts
 from harness.views.causes import Cause, causes
+from harness.views.ending import ending, standings
+from harness.views.material import Material
+from harness.views.stacks import FOLDER, Stack, shown
 from harness.views.targets import change_text, changes, identity, mark, places, traits, troubles, words
-from harness.views.text import ABSENT, MARK, square_text, summary
+from harness.views.text import ABSENT, MARK, cut, duration, many, square_text, summary
+
+STACKS, STACK_LINES = 4, 24  # of a cell, of each
+STACKS_FOLDER = f"`out/{FOLDER}`"
 
 
-def markdown(matrix: Matrix) -> str:
-    """The whole report. Text from containers cannot break out of its line or its table."""
+def markdown(matrix: Matrix, material: Material | None = None) -> str:
+    """The whole report. Text from containers cannot break out of its line, its table or its block."""
     lines = [f"# Matrix {matrix.run}", "", summary(matrix) + ".", ""]
     lines += _table(matrix)
     lines += _remarks(matrix)
+    lines += _stopped(matrix, material.stacks if material else {})
     lines += _targets(matrix)
     if matrix.not_runnable:
         lines += ["", f"Not in the table, for want of a lock: {', '.join(matrix.not_runnable)}."]
@@ -46,6 +54,34 @@ def _cause(cause: Cause) -> list[str]:
         checks = ", ".join(escape(judged.check.id) for judged in affected.checks)
         lines.append(f"  - {affected.status} {escape(affected.square.cell.id)}" + (f": {checks}" if checks else ""))
     return lines
+
+
+def _stopped(matrix: Matrix, stacks: Mapping[str, Sequence[Stack]]) -> list[str]:
+    """The cells that we had to end: how they ended, where their ranks stood, what their processes did."""
+    stopped = [
+        square for square in matrix.squares if square.record and square.record.exit and square.record.exit.killed
+    ]
+    lines = [line for square in stopped for line in _stop(square, stacks.get(square.cell.id, ()))]
+    return ["", "## Stopped at a deadline", *lines] if lines else []
+
+
+def _stop(square: Square, stacks: Sequence[Stack]) -> list[str]:
+    state = square.record.exit if square.record else None
+    lines = ["", f"### {escape(square.cell.id)}", "", escape(f"{'; '.join(ending(state))}.")]
+    if rows := standings(state):
+        table = [[str(row.rank), cut(row.mark, 60), _ago(row.ago), row.barrier] for row in rows]
+        lines += ["", *_pipes(["rank", "last mark", "for", "barrier"], table)]
+    with_text, without = shown(stacks)
+    for stack in with_text[:STACKS]:
+        head = "\n".join(f"    {line}" for line in stack.text.splitlines()[:STACK_LINES])
+        lines += ["", f"{escape(cut(stack.title, 160))}, {escape(cut(stack.process.command or '', 160))}:", "", head]
+    if left := len(with_text[STACKS:]) + len(without):
+        lines += ["", f"{many(left, 'process', 'processes')} more: {STACKS_FOLDER} in the cell's folder."]
+    return lines
+
+
+def _ago(seconds: float | None) -> str:
+    return "" if seconds is None else duration(seconds)
 
 
 def _targets(matrix: Matrix) -> list[str]:
@@ -105,5 +141,5 @@ def _pipes(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def escape(text: str) -> str:
     """One line of plain text: nothing in it is Markdown or HTML."""
-    flat = " ".join(text.split())
+    flat = " ".join(clean(text).split())
     return re.sub(r"([\\`*_{}\[\]<>|#&])", r"\\\1", flat)

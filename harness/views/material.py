@@ -1,11 +1,11 @@
-"""What a page shows beside the Matrix: the end of each log, and the question of each scenario. Reads files only."""
+"""What a page shows beside the Matrix: the end of each log, stacks, the question of each scenario. Reads files only."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import cleandoc
 from io import BytesIO
 from pathlib import Path
@@ -13,7 +13,8 @@ from pathlib import Path
 from harness import events as ev
 from harness.cells import slug
 from harness.matrix import Matrix, Square
-from harness.status import Verdict
+from harness.status import Status, Verdict
+from harness.views.stacks import Stack, read_stacks
 
 LOG = (8 << 10, 60)  # bytes, lines
 QUIET_LOG = (2 << 10, 15)  # of a cell that is simply ok
@@ -30,19 +31,27 @@ class Excerpt:
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """What the page shows beside the Matrix: paragraphs by scenario file, excerpts by cell id."""
+    """What is shown beside the Matrix: paragraphs by scenario file, excerpts and stacks by cell id."""
 
     questions: Mapping[str, Sequence[str]]
     excerpts: Mapping[str, Sequence[Excerpt]]
+    stacks: Mapping[str, Sequence[Stack]] = field(default_factory=dict)
 
 
 def gather(matrix: Matrix, folder: Path, suite: Path) -> Material:
-    """Read what `html` needs from the run's folder and the suite. What cannot be read is left out."""
+    """Read what `html` and `markdown` need from the run's folder and the suite. What cannot be read is left out."""
     files = {square.cell.file for square in matrix.squares}
     return Material(
         questions={name: question(suite / name) for name in files},
         excerpts={square.cell.id: _excerpts(square, folder) for square in matrix.squares if square.record},
+        stacks={square.cell.id: some for square in matrix.squares if (some := _stacks(square, folder))},
     )
+
+
+def _stacks(square: Square, folder: Path) -> tuple[Stack, ...]:
+    if square.record is None or square.status == Status.PASS:
+        return ()
+    return read_stacks(folder / attempt_path(square) / "out")
 
 
 def question(path: Path) -> tuple[str, ...]:

@@ -22,6 +22,9 @@ from harness.status import Status, Verdict
 from harness.tail import Live
 from harness.targets import TargetFacts
 from harness.views.causes import Cause, causes
+from harness.views.ending import ending
+from harness.views.stacks import Stack
+from harness.views.terminal_ending import ranks_detail, stacks_detail
 from harness.views.terminal_targets import target_detail, targets_report
 from harness.views.text import cause, square_text, summary
 
@@ -141,8 +144,11 @@ def _cause(found: Cause) -> Text:
     return text
 
 
-def cell_detail(square: Square, folder: str, target: TargetFacts | None = None) -> RenderableType:
-    """`show CELL`: status, why, what to do, every check, phases, what its target is and lacks, where it all lies."""
+def cell_detail(
+    square: Square, folder: str, target: TargetFacts | None = None, stacks: Sequence[Stack] = ()
+) -> RenderableType:
+    """`show CELL`: status, why, what to do, every check, where its ranks and processes stood, phases, what its target
+    is and lacks, where it all lies."""
     record = square.record
     head = Text(f"{square.cell.id}\n", "bold").append(square_text(square), STYLE[square.verdict])
     if record is None:
@@ -152,6 +158,8 @@ def cell_detail(square: Square, folder: str, target: TargetFacts | None = None) 
     for judged in square.checks:
         if judged.check.error is not None and judged.verdict is not Verdict.OK:
             parts += [Text(f"\n{judged.check.id}", "bold"), Text(judged.check.error.traceback.rstrip())]
+    if square.status != Status.PASS:
+        parts += [*ranks_detail(record.exit), *stacks_detail(stacks)]
     parts += [Text(""), _facts(record), *(target_detail(target) if target else ())]
     return Group(*parts, Text(f"\nEvidence: {folder}", "dim"))
 
@@ -159,6 +167,8 @@ def cell_detail(square: Square, folder: str, target: TargetFacts | None = None) 
 def _why(record: Record) -> Iterator[Text]:
     if record.reason:
         yield Text(f"why: {record.reason}")
+    if record.status is not Status.PASS and (words := "; ".join(ending(record.exit))):
+        yield Text(f"its end: {words}")
     if record.advice:
         yield Text(f"what to do: {record.advice}")
 

@@ -14,7 +14,7 @@ from harness.cells import slug
 from harness.matrix import Matrix
 from harness.views.html import html
 from harness.views.material import Material, gather
-from tests.browser import sample, sample_targets
+from tests.browser import sample, sample_hung, sample_targets
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -256,3 +256,28 @@ def test_a_log_opens_at_its_end(wide: Page) -> None:
     wide.locator("article:visible summary", has_text="stderr.log").click()
     log = wide.locator("article:visible pre", has_text="load 100%")
     assert log.evaluate("(it) => it.scrollHeight > it.clientHeight && it.scrollTop > 0")
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_hung_cell_shows_its_ranks_and_stacks_at_once(
+    browser: Browser, tmp_path: Path, width: int, scheme: str
+) -> None:
+    matrix = sample_hung.matrix()
+    folder, suite = sample_hung.write(tmp_path, matrix)
+    (folder / "matrix.html").write_text(html(matrix, gather(matrix, folder, suite), sample.NOW))
+    here = f"{(folder / 'matrix.html').as_uri()}#{slug(sample_hung.HUNG)}"
+    for page in open_page(browser, here, viewport={"width": width, "height": 844}, color_scheme=scheme):
+        rows = page.locator("article:visible .ranks tbody tr")
+        assert [row.locator("td.met").inner_text() for row in rows.all()] == ["in barrier 3", "never came to barrier 3"]
+        stacks = page.locator("article:visible pre.stack")
+        assert [stack.is_visible() for stack in stacks.all()] == [True, True, False]  # the two ranks', the engine first
+        assert "torch_sdpa.py" in stacks.first.inner_text()
+        assert stacks.first.evaluate("(it) => it.scrollTop") == 0  # the innermost call stands first
+        table = page.locator("article:visible .scroll:has(.ranks)")
+        assert table.evaluate("(it) => it.scrollWidth - it.clientWidth") == 0  # nobody has to look for who never came
+        for fragment in ["", *(slug(square.cell.id) for square in matrix.squares)]:
+            page.evaluate("(fragment) => { location.hash = fragment; }", fragment)
+            open_everything(page)
+            assert page.evaluate(SIDEWAYS) == 0, fragment
+            assert page.evaluate(FAINT) == [], fragment

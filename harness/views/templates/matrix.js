@@ -15,7 +15,7 @@
     cell.querySelectorAll("details pre").forEach(toEnd);
   };
 
-  const toEnd = (pre) => { pre.scrollTop = pre.scrollHeight; };
+  const toEnd = (pre) => { if (!pre.matches(".stack")) pre.scrollTop = pre.scrollHeight; };
   document.addEventListener("toggle", (event) => event.target.querySelectorAll("pre").forEach(toEnd), true);
 
   const neighbour = (square, key) => {
