@@ -32,7 +32,8 @@ from harness.resume import backend_of, rest_of
 from harness.run import execute, load_matrix
 from harness.views import terminal
 from harness.views.jsonview import plan_document
-from harness.workplace import Choice, choose, open_tools
+from harness.views.stacks import read_stacks
+from harness.workplace import Choice, choose, clean_up, open_tools
 
 app = typer.Typer(
     help="One scenario suite against many vLLM versions, each in its own container.",
@@ -112,6 +113,7 @@ def run(
     """Plan, build what is missing, run every cell in its container, judge, print and write the table."""
     project = load_project(config)
     options = build_options(project, base, index_url)
+    options = replace(options, timeout=options.timeout * timeout_multiplier)
     selection = _selection(select, target, device, scenario)
     console = terminal.make_console()
     resumed = _run_folder(project, resume) if resume else None
@@ -234,13 +236,23 @@ def make_models(
     typer.echo(f"{len(files)} files in {root}, checksums as committed")
 
 
+@app.command("clean")
+def remove_remnants(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; say what there is.")] = False,
+) -> None:
+    """Remove containers, processes and folders that harnesses left which were killed; `run` does it too."""
+    lines = [clean(line) for line in clean_up(dry_run)]
+    for line in lines or ["nothing is left of any harness that has ended"]:
+        typer.echo(line)
+
+
 @app.command()
 def show(cell: CellArgument, run: RunOption = None, config: Config = None) -> None:
     """Everything about one cell of a run: status, cause, checks, phases, versions, where the evidence lies."""
     project, matrix, square = _square(cell, run, config)
     folder = str(latest_evidence(project, matrix.run, square) or "none: it has not begun")
     target = next((facts for facts in matrix.targets if facts.row == square.row), None)
-    terminal.make_console().print(terminal.cell_detail(square, folder, target))
+    terminal.make_console().print(terminal.cell_detail(square, folder, target, read_stacks(Path(folder, "out"))))
 
 
 @app.command()

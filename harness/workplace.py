@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from enum import StrEnum
 from importlib import metadata
@@ -15,6 +16,7 @@ from harness.environments import check_host, environments_root, make_environment
 from harness.errors import BuildError, DockerMissingError, InfrastructureError
 from harness.images import BuildOptions, build, find_builder
 from harness.project import Project
+from harness.reaper import Find, containers, folders, making, processes, reap
 from harness.run import Tools
 from harness.views.terminal import Progress
 
@@ -59,6 +61,7 @@ def _docker(_project: Project, options: BuildOptions, console: Console) -> Tools
         options=options,
         progress=Progress(console),
         engine=f"docker {client.version()['Version']}",
+        reap=_reaper([containers(client), *_on_host()]),
     )
 
 
@@ -71,4 +74,25 @@ def _local(project: Project, options: BuildOptions, console: Console) -> Tools:
         options=options,
         progress=Progress(console),
         engine=f"uv {metadata.version('uv')}",
+        reap=_reaper(_on_host()),
     )
+
+
+def _on_host() -> list[Find]:
+    return [processes, folders, making(environments_root())]
+
+
+def _reaper(finds: Iterable[Find]) -> Callable[[bool], Iterator[str]]:
+    return lambda ours: reap(finds, ours)
+
+
+def clean_up(dry_run: bool) -> Iterator[str]:
+    """Remove what killed harnesses left, with Docker and without; a line for each."""
+    try:
+        with closing(connect()) as client:
+            yield from reap([containers(client)], dry_run=dry_run)
+    except DockerMissingError:
+        pass
+    except InfrastructureError as error:
+        yield f"containers cannot be looked for: {error.message}"
+    yield from reap(_on_host(), dry_run=dry_run)

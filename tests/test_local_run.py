@@ -26,7 +26,7 @@ import pytest
 from harness.environments import MARKER
 from harness.project import Project, build_options, images_for
 from harness.records import records_of, runs_of
-from tests.test_backend_contract import carriers, wait_for
+from tests.bench import carriers, wait_for
 from tests.test_run import project  # noqa: F401 - a fixture
 
 # What the host has to bring and the models are other tests' business.

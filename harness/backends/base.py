@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ from harness.cells import Resources
 from harness.records import ExitState
 
 COMMAND = ("python3", "-m", "rig")
+LOGS = ("stdout.log", "stderr.log")
+_WAITING = 64 << 10  # bytes of output that are not lost on a full disk
 MAX_OUTPUT = 8 << 20  # bytes kept of each of stdout and stderr: the head
 
 
@@ -38,6 +41,33 @@ def environment(*, tmp: str, suite: str, inputs: str, out: str, models: str) -> 
         "VLLM_MATRIX_OUT": out,
         "VLLM_MATRIX_MODELS": models,
     }
+
+
+class Head:
+    """The first MAX_OUTPUT bytes of a stream, in a file. Where the disk is full, a little waits for `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._left = MAX_OUTPUT
+        self._is_full = False
+        self._waiting = b""
+
+    def write(self, chunk: bytes) -> None:
+        """Raises nothing: the rest of the stream has to be read all the same."""
+        chunk = chunk[: self._left]
+        self._left -= len(chunk)
+        while chunk and not self._is_full:
+            try:
+                chunk = chunk[self._file.write(chunk) :]
+            except OSError:
+                self._is_full = True
+        self._waiting += chunk[: _WAITING - len(self._waiting)]
+
+    def close(self) -> None:
+        """To be called once there is room again, if there ever is. May be called again."""
+        if not self._file.closed:
+            with self._file, contextlib.suppress(OSError):
+                self._file.write(self._waiting)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.models.containers import Container
 from docker.types import CancellableStream, DeviceRequest, LogConfig, Mount
 
-from harness.backends.base import MAX_OUTPUT, Launch, Running, environment
+from harness.backends import owner
+from harness.backends.base import LOGS, Head, Launch, Running, environment
+from harness.backends.size import give_room, keep_room
 from harness.errors import DockerMissingError, InfrastructureError
 from harness.records import ExitState
 
@@ -26,7 +28,10 @@ _INSTALL = "Install it (Debian, Ubuntu: `apt-get install docker.io`) and start i
 _TMP = "/tmp"  # noqa: S108 - a path inside the container
 
 ENVIRONMENT = environment(tmp=_TMP, suite="/suite", inputs="/in", out="/out", models="/models")
+LAUNCH = "vllm-matrix.launch"  # label: by which of our requests the container was made
 _REMOVAL = 15.0  # seconds in which a container has to be gone once it is to go
+_LATE = 15.0  # seconds for what a daemon may still be about, after its answer was lost
+_POLL = 0.25
 
 
 def connect() -> DockerClient:
@@ -88,7 +93,9 @@ class DockerBackend:
         mount = Mount("/probe", str(probe), type="bind", read_only=True)
         words = ["grep", "-qx", nonce, "/probe/nonce"]
         with _infrastructure("a container could not be run"):
-            container = self._client.containers.create(image, words, entrypoint=[], mounts=[mount], network_mode="none")
+            container = self._client.containers.create(
+                image, words, entrypoint=[], mounts=[mount], network_mode="none", user=_user(), labels=_labels()
+            )
             try:
                 container.start()
                 return bool(container.wait(timeout=60)["StatusCode"] == 0)
@@ -101,15 +108,48 @@ class DockerBackend:
 
     def start(self, launch: Launch) -> Running:
         with _infrastructure("the container could not be created"):
-            container = self._client.containers.create(launch.image, list(launch.command), **_settings(launch))
+            container = self._create(launch)
         running = _DockerRunning(container, launch.folder)
         try:
             with _infrastructure("the container could not be started"):
                 running.start()
         except BaseException:
-            running.remove()
+            running.discard()
             raise
         return running
+
+    def _create(self, launch: Launch) -> Container:
+        """Where the answer is lost, the container may be there all the same, or in a moment: it is looked for."""
+        settings = _settings(launch)
+        mark = settings["labels"][LAUNCH]
+        try:
+            return self._client.containers.create(launch.image, list(launch.command), **settings)
+        except (requests.RequestException, APIError) as error:
+            if isinstance(error, APIError) and error.is_client_error():
+                raise
+            found = self._find(launch.name, mark)
+            if found is None:
+                raise
+            return found
+
+    def _find(self, name: str, mark: str) -> Container | None:
+        until = time.monotonic() + _LATE
+        while True:
+            with contextlib.suppress(NotFound, DockerException, requests.RequestException):
+                found = self._client.containers.get(name)
+                return found if found.labels.get(LAUNCH) == mark else None
+            if time.monotonic() >= until:
+                return None
+            time.sleep(_POLL)
+
+
+def _user() -> str:
+    """What a container writes can be removed by whoever started us."""
+    return f"{os.getuid()}:{os.getgid()}"
+
+
+def _labels() -> dict[str, str]:
+    return {owner.LABEL: owner.owner(), LAUNCH: uuid.uuid4().hex}
 
 
 @contextlib.contextmanager
@@ -130,9 +170,9 @@ def _settings(launch: Launch) -> dict[str, Any]:
         "name": launch.name,
         "entrypoint": [],
         "environment": ENVIRONMENT | dict(launch.environment),
-        "labels": dict(launch.labels),
+        "labels": {**_labels(), **launch.labels},
         "mounts": mounts(launch),
-        "user": f"{os.getuid()}:{os.getgid()}",  # what it writes can be removed by whoever started us
+        "user": _user(),
         "network_mode": "none",
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges"],
@@ -185,15 +225,37 @@ class _DockerRunning:
     def __init__(self, container: Container, folder: Path) -> None:
         self._container = container
         self._folder = folder
+        self._heads: Sequence[Head] = ()
         self._reader: threading.Thread | None = None
         self._lost = ""
         self._state: ExitState | None = None
 
     def start(self) -> None:
-        stream = self._container.attach(stdout=True, stderr=True, stream=True, demux=True)
-        self._reader = threading.Thread(target=_keep_heads, args=(stream, self._folder), daemon=True)
+        keep_room(self._folder)
+        self._read()
+        try:
+            self._container.start()
+        except requests.RequestException:  # the answer was lost; a second request could start it a second time
+            if not self._started():
+                raise
+            if self._reader is not None and not self._reader.is_alive():
+                self._read(from_its_log=True)
+
+    def _read(self, from_its_log: bool = False) -> None:
+        stream = self._container.attach(stdout=True, stderr=True, stream=True, demux=True, logs=from_its_log)
+        self._heads = [Head(self._folder / name) for name in LOGS]
+        self._reader = threading.Thread(target=_keep_heads, args=(stream, self._heads), daemon=True)
         self._reader.start()
-        self._container.start()
+
+    def _started(self) -> bool:
+        until = time.monotonic() + _LATE
+        while time.monotonic() < until:
+            with contextlib.suppress(DockerException, requests.RequestException):
+                self._container.reload()
+                if not self._container.attrs["State"]["StartedAt"].startswith("0001-"):
+                    return True
+            time.sleep(_POLL)
+        return False
 
     def ended(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -239,7 +301,7 @@ class _DockerRunning:
         state = self._exit_state()
         if self._reader is not None:
             self._reader.join(timeout=10)
-        left = self.remove()
+        left = self.discard()
         return state.model_copy(update={"error": left}) if left and not state.error else state
 
     def _exit_state(self) -> ExitState:
@@ -249,33 +311,35 @@ class _DockerRunning:
         code = state["ExitCode"] if state["Status"] in ("exited", "dead") else None
         return ExitState(started=True, exit_code=code, oom_killed=state["OOMKilled"], error=state["Error"] or "")
 
-    def remove(self) -> str:
-        """Remove it and see that it is gone; what the daemon says if it is not."""
-        until = time.monotonic() + _REMOVAL
-        while True:
-            try:
-                self._container.remove(force=True, v=True)
-            except NotFound:
-                return ""
-            except (DockerException, requests.RequestException) as error:  # a removal under way already, for one
-                if time.monotonic() >= until:
-                    return f"the container {self._container.name} could not be removed: {error}"
-                time.sleep(0.25)
+    def discard(self) -> str:
+        """Remove what there is of it; what the daemon says if it is not gone afterwards."""
+        give_room(self._folder)
+        for head in self._heads:
+            head.close()
+        fault = remove(self._container)
+        return f"the container {self._container.name} could not be removed: {fault}" if fault else ""
 
 
-def _keep_heads(stream: CancellableStream[tuple[bytes | None, bytes | None]], folder: Path) -> None:
-    """Write the first MAX_OUTPUT bytes of either stream, and read on: a full pipe would stop the cell."""
-    left = [MAX_OUTPUT, MAX_OUTPUT]
+def remove(container: Container) -> str:
+    """Remove it and see that it is gone; what the daemon says instead."""
+    until = time.monotonic() + _REMOVAL
+    while True:
+        try:
+            container.remove(force=True, v=True)
+        except NotFound:
+            return ""
+        except (DockerException, requests.RequestException) as error:  # a removal under way already, for one
+            if time.monotonic() >= until:
+                return str(error)
+            time.sleep(_POLL)
+
+
+def _keep_heads(stream: CancellableStream[tuple[bytes | None, bytes | None]], heads: Sequence[Head]) -> None:
+    """Keep the head of either stream, and read on: a full pipe would stop the cell."""
     broken = (DockerException, requests.RequestException, OSError, ValueError)
-    with (
-        (folder / "stdout.log").open("wb", buffering=0) as out,
-        (folder / "stderr.log").open("wb", buffering=0) as err,
-        contextlib.suppress(*broken),
-    ):
+    with contextlib.suppress(*broken):
         for pair in stream:
-            for index, (chunk, file) in enumerate(zip(pair, (out, err), strict=True)):
-                if chunk and left[index]:
-                    file.write(chunk[: left[index]])
-                    left[index] = max(0, left[index] - len(chunk))
+            for chunk, head in zip(pair, heads, strict=True):
+                head.write(chunk or b"")
     with contextlib.suppress(*broken):
         stream.close()

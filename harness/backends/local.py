@@ -17,17 +17,18 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from io import RawIOBase
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from harness.backends import keeper
-from harness.backends.base import MAX_OUTPUT, Launch, Running, environment
+from harness.backends import keeper, owner
+from harness.backends.base import LOGS, Head, Launch, Running, environment
+from harness.backends.size import give_room, keep_room
 from harness.errors import InfrastructureError
 from harness.records import ExitState
 
 MARK = "VLLM_MATRIX_ATTEMPT"  # on every process of a cell, and on no other
+PREFIX = "vllm-matrix-"  # of scratch folders in TMPDIR
 TOOLS = ("g++", "gcc")  # what the V1 engine compiles with
 _SOCKET = 107 - len("/") - 36  # bytes for a folder of vLLM's sockets: sun_path, less the uuid that names one
 _KILL = 30.0  # seconds in which a killed cell has to be gone
@@ -43,7 +44,7 @@ class LocalBackend:
 
     def check(self, scratch: Path, image: str) -> None:  # noqa: ARG002 - it is ours: there is no other side to see it
         """See that the environment's Python starts, and that its sockets will have names that are short enough."""
-        with _scratch() as folder:
+        with scratch_folder() as folder:
             if len(os.fsencode(folder)) > _SOCKET:
                 raise InfrastructureError(
                     f"{folder.parent} is too long a name for a folder of sockets", "Set TMPDIR to a shorter one."
@@ -58,21 +59,27 @@ class LocalBackend:
 
     def start(self, launch: Launch) -> Running:
         python = _python(self._root, launch.image)
-        scratch = Path(tempfile.mkdtemp(prefix="vllm-matrix-"))
         mark = f"{launch.name}-{uuid.uuid4().hex}"
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", keeper.__file__, str(scratch), str(python), *launch.command[1:]],
-                env={**variables(launch, self._root, scratch), MARK: mark},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is the harness's: it ends its cells in its own way
-            )
-        except OSError as error:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise InfrastructureError(f"the cell could not be started: {error}", "See `ulimit -a`.") from error
-        return _LocalRunning(process, mark, scratch, launch.folder)
+        with contextlib.ExitStack() as undo:
+            undo.callback(give_room, launch.folder)
+            keep_room(launch.folder)
+            heads = [undo.enter_context(contextlib.closing(Head(launch.folder / name))) for name in LOGS]
+            folder = _make_scratch()
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            given = {**variables(launch, self._root, folder), MARK: mark, owner.VARIABLE: owner.owner()}
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", keeper.__file__, str(folder), str(python), *launch.command[1:]],
+                    env=given,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is the harness's: it ends its cells in its own way
+                )
+            except OSError as error:
+                raise InfrastructureError(f"the cell could not be started: {error}", "See `ulimit -a`.") from error
+            undo.pop_all()
+        return _LocalRunning(process, mark, folder, launch.folder, heads)
 
 
 def _python(root: Path, image: str) -> Path:
@@ -83,9 +90,23 @@ def _python(root: Path, image: str) -> Path:
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="vllm-matrix-") as folder:
-        yield Path(folder)
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A folder in TMPDIR, or in `parent`, gone afterwards. It says whose it is: he may be killed."""
+    folder = _make_scratch(parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_scratch(parent: Path | None = None) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    try:
+        (folder / owner.FILE).write_text(owner.owner(), encoding="ascii")
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
 
 
 def variables(launch: Launch, root: Path, scratch: Path) -> dict[str, str]:
@@ -131,15 +152,19 @@ def command_line(launch: Launch, root: Path, interactive: bool = False) -> list[
 class _LocalRunning:
     """A keeper with its cell, and the threads that keep the heads of its output."""
 
-    def __init__(self, process: subprocess.Popen[bytes], mark: str, scratch: Path, folder: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], mark: str, scratch: Path, folder: Path, heads: Sequence[Head]
+    ) -> None:
         self._process = process
         self._mark = mark
         self._scratch = scratch
+        self._folder = folder
+        self._heads = heads
         self._ooms = _oom_kills()
         self._state: ExitState | None = None
         self._readers = [
-            threading.Thread(target=_keep_head, args=(stream, (folder / name).open("wb", buffering=0)), daemon=True)
-            for stream, name in ((process.stdout, "stdout.log"), (process.stderr, "stderr.log"))
+            threading.Thread(target=_keep_head, args=(stream, head), daemon=True)
+            for stream, head in zip((process.stdout, process.stderr), heads, strict=True)
         ]
         for reader in self._readers:
             reader.start()
@@ -165,10 +190,13 @@ class _LocalRunning:
         if not self.ended(_KILL):
             self._process.kill()
             self._process.wait()
-        left = _sweep(self._mark, time.monotonic() + _KILL)
+        left = sweep(self._mark)
         for reader in self._readers:
             reader.join(timeout=10)
         shutil.rmtree(self._scratch, ignore_errors=True)  # the keeper's to do, if it lived
+        give_room(self._folder)
+        for head in self._heads:
+            head.close()
         return self._exit_state(left)
 
     def _exit_state(self, left: list[int]) -> ExitState:
@@ -185,21 +213,21 @@ class _LocalRunning:
         )
 
 
-def _keep_head(stream: IO[bytes], file: RawIOBase) -> None:
-    """Write the first MAX_OUTPUT bytes, and read on: a full pipe would stop the cell, and a full disk must not."""
-    left = MAX_OUTPUT
-    with stream, file:
+def _keep_head(stream: IO[bytes], head: Head) -> None:
+    """Keep the head of it, and read on: a full pipe would stop the cell."""
+    with stream:
         while chunk := os.read(stream.fileno(), 1 << 16):
-            try:
-                left -= (file.write(chunk[:left]) or 0) if left else 0
-            except OSError:
-                left = 0
+            head.write(chunk)
 
 
-def _sweep(mark: str, until: float) -> list[int]:
-    """Kill what carries the mark: only a keeper that was killed itself leaves anything. What is left in the end."""
+def sweep(mark: str) -> list[int]:
+    """Kill what carries the mark, and what descends from it: only a keeper that was killed itself leaves anything.
+
+    What is left in the end.
+    """
+    until = time.monotonic() + _KILL
     while (left := marked(mark)) and time.monotonic() < until:
-        for pid in left:
+        for pid in {*left, *(below for one in left for below in keeper.descendants(one))}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -207,14 +235,24 @@ def _sweep(mark: str, until: float) -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes of ours whose environment carries the mark."""
-    wanted = f"{MARK}={mark}".encode()
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and wanted in _environ(entry)]
+    """Processes of this user whose environment carries the mark."""
+    return [pid for pid, found, _ in marks() if found == mark]
 
 
-def _environ(entry: Path) -> list[bytes]:
+def marks() -> Iterator[tuple[int, str, str]]:
+    """Of every process of a cell of this user: PID, the mark of its cell, and who started that."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            found = {name: value for name, _, value in (pair.partition("=") for pair in _environ(entry))}
+            if MARK in found:
+                yield int(entry.name), found[MARK], found.get(owner.VARIABLE, "")
+
+
+def _environ(entry: Path) -> list[str]:
     try:
-        return (entry / "environ").read_bytes().split(b"\0")
+        if entry.stat().st_uid != os.geteuid():
+            return []
+        return (entry / "environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []  # gone meanwhile, or not ours
 
