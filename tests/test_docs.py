@@ -34,3 +34,16 @@ def test_the_readme_holds_the_two_commands_that_ci_runs() -> None:
 def test_the_docs_name_no_place_of_a_machine() -> None:
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "matrix.toml"]:
         assert not re.search(r"/(root|work|tmp)/\w", path.read_text(encoding="utf-8")), path
+
+
+def test_the_docs_hold_every_promise_of_a_back_end() -> None:
+    written = re.findall(r'^@promise\("(.+)"\)$|^LOST = "(.+)"$', _suite(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([^|]+) \|", (ROOT / "docs" / "backends.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert sorted(rows) == sorted({one or other for one, other in written})
+
+
+def _suite() -> str:
+    names = ("backend_contract", "containers", "without_containers")
+    return "\n".join((ROOT / "tests" / f"test_{name}.py").read_text(encoding="utf-8") for name in names)
