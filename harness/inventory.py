@@ -60,7 +60,12 @@ def _found(client: DockerClient) -> dict[str, Mapping[str, Any]]:
         answer = client.df()
     except (DockerException, requests.RequestException) as error:
         raise InfrastructureError(f"Docker does not say which images it has: {error}", "See `docker info`.") from error
-    return {tag: image for image in answer.get("Images") or () for tag in image.get("RepoTags") or ()}
+    if "Images" not in answer:
+        raise InfrastructureError(
+            "this Docker does not say what its images take in the form that is known here (API 1.53 on)",
+            "`docker system df -v` has it.",
+        )
+    return {tag: image for image in answer["Images"] or () for tag in image.get("RepoTags") or ()}
 
 
 def row_of(image: Image, found: Mapping[str, Mapping[str, Any]]) -> Row:

@@ -315,10 +315,22 @@ def _open_folder(path: Path) -> int:
         raise _NotYetError(f"{path} cannot be used for leases: {error.strerror}") from error
     except OSError as error:  # a link gives ENOTDIR
         raise InfrastructureError(f"{path} cannot be used for leases: {error.strerror}", "Remove it.") from error
+    if not _is_ours(descriptor):
+        os.close(descriptor)
+        raise InfrastructureError(
+            f"{path} is not a folder of leases", "Name an empty folder, or one that is not there."
+        )
     if _opened_up(descriptor, 0o1777):
         return descriptor
     os.close(descriptor)
     raise _NotYetError(f"{path} is not open to all users")
+
+
+def _is_ours(descriptor: int) -> bool:
+    """Whether it may be opened to all: it is already, or there is nothing in it but leases."""
+    if stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o1777:
+        return True
+    return all(name.endswith((".lock", ".slots")) for name in os.listdir(descriptor))
 
 
 def _opened_up(descriptor: int, mode: int) -> bool:

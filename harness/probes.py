@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
 import shutil
 import time
@@ -127,7 +128,7 @@ class Probe(_Model):
     def trouble(self) -> str:
         """One line on what is missing; empty if nothing is."""
         if self.error:
-            return f"vLLM does not import: {self.error.strip().splitlines()[-1]}"
+            return f"vLLM does not import: {(self.error.strip().splitlines() or ['it does not say why'])[-1]}"
         if not self.complete:
             return "it did not come to its end"
         return "; ".join(self.faults)
@@ -258,7 +259,7 @@ class Shelf:
 
     def _path(self, tag: str, device: str, environment: Mapping[str, str]) -> Path:
         sources = [hashlib.sha256((self.suite / name).read_bytes()).hexdigest() for name in self._sources()]
-        facts = [tag, device, sorted(environment.items()), self.models, sources]
+        facts = [tag, device, platform.machine(), sorted(environment.items()), self.models, sources]
         return self.root / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.json"
 
     def _sources(self) -> list[str]:

@@ -117,8 +117,11 @@ def _made(folder: Path) -> float | None:
 def _remove_folder(folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():  # a cell may have taken our rights away
-        for path, _, _ in os.walk(folder):
-            Path(path).chmod(0o700)
+        folder.chmod(0o700)
+        for path, names, _ in os.walk(folder):
+            for child in (Path(path, name) for name in names):
+                if not child.is_symlink():
+                    child.chmod(0o700)
         shutil.rmtree(folder, ignore_errors=True)
     return "cannot be removed" if folder.exists() else ""
 

@@ -123,6 +123,8 @@ def execute(project: Project, plan: Sequence[Planned], tools: Tools, resumed: Pa
         except KeyboardInterrupt:
             interrupted = True
         finally:
+            if not tools.stop.asked:
+                tools.stop.ask()  # Ctrl-C from here on must not cost the table
             _reap(tools, ours=True)
             matrix = load_matrix(project, folder)
             write_views(folder, matrix, project.suite)
@@ -180,7 +182,11 @@ def _take_over(plan: Sequence[Planned], context: Context, progress: Progress) ->
         old = planned.reuse
         source = attempt_folder(context.results, old.run, old.cell, old.attempt)
         target = attempt_folder(context.results, context.run, old.cell, old.attempt)
-        shutil.copytree(source, target, symlinks=True, ignore=_no_evidence)
+        try:
+            shutil.copytree(source, target, symlinks=True, ignore=_no_evidence)
+        except (shutil.Error, RecursionError) as error:
+            what = f"the evidence of {old.cell} in run {old.run} cannot be copied: {str(error)[:200]}"
+            raise InfrastructureError(what, "Make room, or run with --fresh.") from error
         record = old.model_copy(update={"run": context.run, "reused_from": old.reused_from or old.run})
         write_record(target, record)
         taken[old.cell] = record

@@ -107,10 +107,18 @@ def test_every_target_and_device_of_the_project_has_a_row(project: Project, monk
     assert engine.closed
 
 
-@pytest.mark.parametrize("answer", [{"Images": None}, {}])
-def test_an_engine_without_images(project: Project, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    monkeypatch.setattr(inventory, "connect", lambda: Engine(answer))
+def test_an_engine_without_images(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "connect", lambda: Engine({"Images": None}))
     assert not any(row.built for row in rows(project, build_options(project)))
+
+
+def test_an_engine_that_says_it_otherwise_has_no_images_for_us(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From API 1.53 on images stand elsewhere in the answer: that is not the same as none."""
+    monkeypatch.setattr(inventory, "connect", lambda: Engine({"ImageUsage": {}}))
+    with pytest.raises(InfrastructureError, match="API 1.53"):
+        rows(project, build_options(project))
 
 
 def test_an_engine_that_does_not_answer_is_one_clear_error(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,3 +428,12 @@ def test_a_kernel_without_such_locks_is_an_infrastructure_error(
     monkeypatch.setattr(module.fcntl, "flock", unknown)
     with pytest.raises(InfrastructureError, match=r"guard.lock cannot be locked: Invalid argument"):
         leases.attempt(Wish(cpus=1), "x")
+
+
+def test_a_folder_of_somebody_is_not_opened_to_all(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    (home / "letters").write_text("dear")
+    with pytest.raises(InfrastructureError, match="not a folder of leases"):
+        Leases(1, 1 << 30, home).attempt(Wish(cpus=1), "x")
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700

@@ -556,3 +556,7 @@ def test_a_probe_survives_its_own_json() -> None:
     probe = probe_of(capabilities=LACKING, methods={"LLM.sleep": "(level: int = 1)"})
     assert parse_probe(to_json(probe).encode()) == probe
     assert TargetFacts.model_json_schema(by_alias=True)["properties"]["schema"]["const"] == 1
+
+
+def test_an_import_that_fails_without_a_word_is_told() -> None:
+    assert probe_of(error="\n").trouble == "vLLM does not import: it does not say why"

@@ -193,7 +193,8 @@ class _LocalRunning:
         left = sweep(self._mark)
         for reader in self._readers:
             reader.join(timeout=10)
-        shutil.rmtree(self._scratch, ignore_errors=True)  # the keeper's to do, if it lived
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(self._scratch, ignore_errors=True)  # the keeper's to do, if it lived
         give_room(self._folder)
         for head in self._heads:
             head.close()

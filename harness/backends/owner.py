@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class Owner:
     def parse(cls, text: str) -> Owner | None:
         """None for what is no owner's mark: that is nobody's to remove."""
         words = text.split()
-        if len(words) != 4 or not (words[2].isdecimal() and words[3].isdecimal()):
+        if len(words) != 4 or not all(re.fullmatch(r"[0-9]{1,19}", word) for word in words[2:]):
             return None
         return cls(words[0], words[1], int(words[2]), int(words[3]))
 

@@ -85,7 +85,7 @@ def locate(proc: Path) -> tuple[int, Path] | None:
     try:
         groups = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
         mounts = list(_mounts((proc / "mountinfo").read_text()))
-    except OSError:
+    except (OSError, ValueError):
         return None
     by_controller = {name: path for _, names, path in groups for name in names.split(",")}
     for version, controller in ((1, "memory"), (2, "")):
@@ -113,7 +113,7 @@ def _mounts(text: str) -> Iterator[_Mount]:
     for line in text.splitlines():
         own, _, described = line.partition(" - ")
         root, point = (_unescaped(word) for word in own.split()[3:5])
-        kind, _, options = described.split(maxsplit=2)
+        kind, _, options = described.split(" ", 2)
         if kind == "cgroup2":
             yield _Mount(2, root, Path(point))
         elif kind == "cgroup" and "memory" in options.split(","):

@@ -74,7 +74,8 @@ class Attempt:
     """The runner, and all that comes of it. ``stopped`` gets the signals that tell us to stop."""
 
     def __init__(self, cell: Cell, stopped: list[int]) -> None:
-        alone = 1 in (os.getpid(), os.getppid())  # in a container, where all that can be seen is the cell's
+        # in a container, where all that can be seen is the cell's; an orphan of the host has the same parent
+        alone = cell.out == Path("/out") and 1 in (os.getpid(), os.getppid())
         self._out = cell.out
         self._stopped = stopped
         self._memory = cgroup.Watch(cell.out, alone)

@@ -91,7 +91,17 @@ class Daemon:
         self._log = (self.folder / "log").open("wb")
         words = ["unshare", "-n", "-m", "--propagation", "private", "sleep", "infinity"]
         self._namespaces = subprocess.Popen(words, start_new_session=True)
+        self._apart()
         self._process: subprocess.Popen[bytes] | None = None
+
+    def _apart(self) -> None:
+        """Wait until the namespaces are not the host's: a daemon that came too early would take the host's bridge."""
+        end = time.monotonic() + 20
+        for name in ("net", "mnt"):
+            theirs, ours = Path(f"/proc/{self._namespaces.pid}/ns/{name}"), Path(f"/proc/self/ns/{name}")
+            while theirs.readlink() == ours.readlink():
+                assert time.monotonic() < end and self._namespaces.poll() is None, "unshare did not work"
+                time.sleep(0.01)
 
     def start(self) -> None:
         words = ["nsenter", f"--target={self._namespaces.pid}", "-n", "-m", "dockerd"]

@@ -137,3 +137,8 @@ def test_each_cell_leaves_one(suite: Path, tmp_path: Path) -> None:
     (suite / "test_x.py").write_text("def test_a():\n    pass\n")
     ran = run_cell(tmp_path / "cell", "test_x.py", suite)
     assert set(read(ran.out)) == {"schema", "version", "oom_kill", "oom", "limit_hits", "peak_bytes", "limit_bytes"}
+
+
+def test_a_mount_without_a_source_hides_no_other() -> None:
+    text = "36 35 0:30 / /mnt rw - tmpfs  rw,size=1k\n37 35 0:31 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+    assert [mount.version for mount in cgroup._mounts(text)] == [2]
