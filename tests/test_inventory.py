@@ -117,7 +117,7 @@ def test_an_engine_that_says_it_otherwise_has_no_images_for_us(
 ) -> None:
     """From API 1.53 on images stand elsewhere in the answer: that is not the same as none."""
     monkeypatch.setattr(inventory, "connect", lambda: Engine({"ImageUsage": {}}))
-    with pytest.raises(InfrastructureError, match="API 1.53"):
+    with pytest.raises(InfrastructureError, match=r"API 1\.53"):
         rows(project, build_options(project))
 
 
