@@ -39,12 +39,7 @@ TARGET = "vllm-0.10.0"
 LIMITS = Resources(cpus=1, memory=512 << 20, shm=64 << 20, gpus=0)
 VENV = Path(sys.prefix)
 
-DOCKER = [
-    pytest.mark.docker,
-    pytest.mark.timeout(900),
-    # the SDK closes the socket of an attached stream only when it is collected
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+DOCKER = [pytest.mark.docker, pytest.mark.timeout(900)]
 PROPERTY = "promise"
 
 _Test = TypeVar("_Test", bound=Callable[..., None])

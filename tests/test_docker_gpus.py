@@ -28,8 +28,6 @@ from tests.test_gpus import A, B, C
 pytestmark = [
     pytest.mark.docker,
     pytest.mark.timeout(300),
-    # the SDK closes the socket of an attached stream only when it is collected
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 # runc gives it the state of the container, which names the folder of its specification

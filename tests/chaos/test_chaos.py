@@ -36,8 +36,6 @@ WHOLE_RUN = 6.0  # seconds, about; a kill of the harness comes somewhere in it
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.timeout(600),
-    # the SDK closes the socket of an attached stream only when it is collected
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
