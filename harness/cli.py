@@ -30,6 +30,7 @@ from harness.records import runs_of, write_atomic
 from harness.relaunch import again, latest_evidence
 from harness.resume import backend_of, rest_of
 from harness.run import execute, load_matrix
+from harness.views import images as image_views
 from harness.views import terminal
 from harness.views.jsonview import plan_document
 from harness.views.stacks import read_stacks
@@ -222,8 +223,8 @@ def images(config: Config = None) -> None:
     project = load_project(config)
     found = inventory.rows(project, build_options(project))
     console = terminal.make_console()
-    console.print(inventory.table(found))
-    console.print(inventory.totals(found), style="dim")
+    console.print(image_views.table(found))
+    console.print(image_views.totals(found), style="dim")
 
 
 @app.command("models")

@@ -41,13 +41,8 @@ _GIB = 1 << 30
 _WIDTH = 256  # bytes of a slot in its file: they are what is locked, and say who holds it
 _ELSEWHERE = "Leases need Linux 3.15 or newer, and /tmp on a disk of this machine."
 _PATIENCE = 1.0  # seconds for what others are about to finish: making a file, or the guard
-_POLL = 0.25  # seconds between two tries
 
 _T = TypeVar("_T")
-
-
-class LeaseTimeoutError(InfrastructureError):
-    """What a cell needs stayed in use until the deadline; the message names the holders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,23 +123,6 @@ class Leases:
             undo.pop_all()
         files = {_LOCK.format(uuid): file for uuid, file in gpus.items()}
         return Lease(list(gpus), self._folder, files | slots)
-
-    def wait(self, wish: Wish, cell: str, seconds: float, stop: Callable[[], bool]) -> Lease | None:
-        """The same, tried for so many seconds; None once `stop` says so. Raises LeaseTimeoutError at the deadline."""
-        until = time.monotonic() + seconds
-        while not stop():
-            lease = self.attempt(wish, cell)
-            if lease is not None:
-                return lease
-            left = until - time.monotonic()
-            if left <= 0:
-                held = "; ".join(self.holders(wish)) or "it changed hands all the time"
-                raise LeaseTimeoutError(
-                    f"what {cell} needs was not free for {seconds:.0f} s: {held}",
-                    "Wait for the end of those cells, or end their processes.",
-                )
-            time.sleep(min(_POLL, left))
-        return None
 
     def holders(self, wish: Wish) -> tuple[str, ...]:
         """Who holds some of what is wished for, in the holders' own words: for people."""

@@ -21,6 +21,9 @@ class Locked:
     version: str
     marker: Marker | None
 
+    def __str__(self) -> str:
+        return f"{self.version} ; {self.marker}" if self.marker else self.version
+
 
 def parse_lock(text: str) -> dict[str, tuple[Locked, ...]]:
     """Entries by canonical name; a lock for several platforms may have several of one name.

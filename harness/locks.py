@@ -19,10 +19,10 @@ from datetime import date, timedelta
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from harness.cells import matches
 from harness.errors import BuildError, ConfigurationError, InfrastructureError, NothingSelectedError
+from harness.lockfile import parse_lock
 from harness.spec import ChangeSpec, MatrixSpec, StackSpec, TargetDeviceSpec
 
 NEVER = "python_version < '3'"  # a marker that is never true: how an override leaves a package out
@@ -206,19 +206,17 @@ def _read(path: Path) -> str | None:
 
 
 def pinned(text: str) -> dict[str, str]:
-    """Package → what the lock says of it (version and marker), hashes and remarks left out."""
-    lines = (line.rstrip("\\ ") for line in text.splitlines() if line[:1].isalnum())
-    found: dict[str, str] = {}
-    for line in lines:
-        requirement = Requirement(line)
-        name = canonicalize_name(requirement.name)
-        found[name] = " | ".join(filter(None, (found.get(name), line.partition("==")[2])))
-    return found
+    """Package → what the lock says of it (version and marker). Raises ConfigurationError for what is no lock."""
+    return {name: " | ".join(map(str, entries)) for name, entries in parse_lock(text).items()}
 
 
 def differences(old: str, new: str) -> tuple[str, ...]:
     """`xgrammar 0.1.16 → 0.1.17`, one a package whose version, marker or hashes differ."""
-    before, after = pinned(old), pinned(new)
+    try:
+        before = pinned(old)
+    except ConfigurationError:
+        return ("what was there could not be read as a lock",)
+    after = pinned(new)
     names = sorted({*before, *after})
     found = [f"{n} {before.get(n, '–')} → {after.get(n, '–')}" for n in names if before.get(n) != after.get(n)]
     if not found and _content(old) != _content(new):

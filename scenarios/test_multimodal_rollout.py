@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rig import oracles
+from rig.asker import answers
 from rig.batches import BATCHES, prompt_lengths, repainted
 from rig.cell import Cell
 from rig.completion import Outputs
@@ -36,9 +37,7 @@ class Asker:
         self.banned = banned
 
     def __call__(self, name: str) -> Outputs:
-        batch = BATCHES[name]
-        outputs = self.engine.generate(batch.requests(self.processor), batch.sampling)
-        oracles.counts(outputs, len(batch.prompts), batch.n)
+        outputs = answers(self.engine, self.processor, name)
         oracles.none_sampled(outputs, self.banned)
         return outputs
 

@@ -14,8 +14,9 @@ from rich.console import Console
 from harness import inventory
 from harness.errors import InfrastructureError
 from harness.images import Image
-from harness.inventory import Row, row_of, rows, table, totals
+from harness.inventory import Row, row_of, rows
 from harness.project import Project, build_options, images_for, load_project
+from harness.views.images import table, totals
 from tests.conftest import ROOT
 
 

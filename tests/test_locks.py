@@ -197,9 +197,10 @@ def test_differences_show_versions_markers_and_files() -> None:
     old = "a==1 ; python_version < '3.12' \\\n    --hash=sha256:11\nb==1 \\\n    --hash=sha256:22\n    # via x\n"
     assert differences(old, old.replace("# via x", "# via y")) == ()
     assert differences(old, old.replace("'3.12'", "'3.13'")) == (
-        "a 1 ; python_version < '3.12' → 1 ; python_version < '3.13'",
+        'a 1 ; python_version < "3.12" → 1 ; python_version < "3.13"',
     )
     assert differences(old, old.replace("22", "33")) == ("the same versions with other files (hashes)",)
+    assert differences("<<<<<<< a merge\n" + old, old) == ("what was there could not be read as a lock",)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,14 @@ from rig.outcomes import OracleError
 from rig.reference import Reference
 
 
+def answers(engine: Engine, processor: Any, name: str) -> Outputs:
+    """The engine's answers to a named batch: as many as were asked for, none of them empty."""
+    batch = BATCHES[name]
+    outputs = engine.generate(batch.requests(processor), batch.sampling)
+    oracles.counts(outputs, len(batch.prompts), batch.n)
+    return outputs
+
+
 class Asker:
     """One engine, and the cold starts of its version to compare it with."""
 
@@ -24,10 +32,7 @@ class Asker:
         self.events = events
 
     def __call__(self, name: str) -> Outputs:
-        batch = BATCHES[name]
-        outputs = self.engine.generate(batch.requests(self.processor), batch.sampling)
-        oracles.counts(outputs, len(batch.prompts), batch.n)
-        return outputs
+        return answers(self.engine, self.processor, name)
 
     def same(self, *names: str, weights: str = "w1") -> None:
         """The answers to these batches are those of a cold start of ``weights``."""
