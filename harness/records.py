@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from harness.cells import slug
-from harness.events import MAX_FILE, ErrorInfo, Finite, clean, read_untrusted
+from harness.errors import NothingSelectedError
+from harness.events import MAX_FILE, ErrorInfo, Finite, Text, clean, read_untrusted
 from harness.status import Status, worst_status
 
 SCHEMA = 1
@@ -87,9 +91,11 @@ class ExitState(_Model):
 
 
 class ImageRef(_Model):
-    tag: str
-    id: str
-    lock_sha256: str = ""
+    """Its texts are safe for a terminal wherever one is read from: files may have been damaged since."""
+
+    tag: Text
+    id: Text
+    lock_sha256: Text = ""
 
 
 class MetricRecord(_Model):
@@ -171,12 +177,33 @@ def read_record(path: Path) -> Record | None:
     """None where the file is missing, broken, of a schema this version does not know, or not what its checks say."""
     data = read_untrusted(path, MAX_FILE)  # a pipe in its place must not hang whoever looks for records
     try:
-        record = Record.model_validate(_cleaned(json.loads(data))) if data is not None else None
+        record = _parsed(data) if data is not None else None
     except (ValueError, RecursionError):
         return None
     if record is None or not record.checks:
         return None
     return record if record.status is worst_status(check.status for check in record.checks) else None
+
+
+def _parsed(data: bytes) -> Record:
+    """Raises ValueError. Texts are gone through only where there is something to clean: half of the time, otherwise."""
+    if _is_clean(data):
+        return Record.model_validate_json(data)
+    return Record.model_validate(_cleaned(json.loads(data)))
+
+
+_PLAIN = bytes(range(0x20, 0x7F)) + b"\n\t"
+_ESCAPED = re.compile(rb"\\[bfru]")  # the escapes of JSON that may stand for what `clean` takes out
+
+
+def _is_clean(data: bytes) -> bool:
+    """Whether no text of this JSON can hold anything that `clean` takes out."""
+    if _ESCAPED.search(data):
+        return False
+    if data.isascii():
+        return not data.translate(None, _PLAIN)
+    text = data.decode(errors="surrogateescape")
+    return clean(text) == text
 
 
 def _cleaned(value: Any) -> Any:
@@ -190,17 +217,54 @@ def _cleaned(value: Any) -> Any:
 
 def records_of(run: Path) -> dict[str, Record]:
     """The last attempt's record of every cell of a run, by cell id."""
-    last: dict[str, Record] = {}
-    for path in sorted(run.glob("cells/*/attempt-*/record.json")):
-        record = read_record(path)
-        if record and not _is_at_home(record, path):
-            continue
-        if record and (record.cell not in last or last[record.cell].attempt < record.attempt):
-            last[record.cell] = record
-    return last
+    with uncollected():
+        found = [_last_record(run, name) for name in sorted(_names(run / "cells"))]
+        return {record.cell: record for record in found if record is not None}
 
 
-def _is_at_home(record: Record, path: Path) -> bool:
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the search for garbage in cycles: among many records that stay, and have none, it takes up to as long as
+    the reading."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def record_of(run: Path, cell_id: str) -> Record | None:
+    """The last attempt's record of one cell of a run; reads nothing of its other cells."""
+    return _last_record(run, slug(cell_id))
+
+
+def _last_record(run: Path, name: str) -> Record | None:
+    """Of the attempts that have one, in a cell's folder of this name."""
+    cell = run / "cells" / name
+    for number in sorted(_attempts(cell), reverse=True):
+        record = read_record(cell / f"attempt-{number}/record.json")
+        if record is not None and (slug(record.cell), record.attempt) == (name, number):
+            return record
+    return None
+
+
+def _attempts(cell: Path) -> list[int]:
+    return [int(match[1]) for match in map(_ATTEMPT.fullmatch, _names(cell)) if match]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - names only, without a stat each
+    except OSError:
+        return []
+
+
+_ATTEMPT = re.compile(r"attempt-(0|[1-9]\d{0,8})")
+
+
+def is_at_home(record: Record, path: Path) -> bool:
     """Whether it lies in the folder of its own cell and attempt."""
     folder = path.parent
     return (folder.parent.name, folder.name) == (slug(record.cell), f"attempt-{record.attempt}")
@@ -212,9 +276,7 @@ def attempt_folder(results: Path, run: str, cell_id: str, attempt: int) -> Path:
 
 def next_attempt(results: Path, run: str, cell_id: str) -> int:
     """The number after the highest that has a folder: an attempt that was cut short keeps its own."""
-    cell = attempt_folder(results, run, cell_id, 1).parent
-    numbers = [int(path.name.removeprefix("attempt-")) for path in cell.glob("attempt-*")]
-    return max(numbers, default=0) + 1
+    return max(_attempts(attempt_folder(results, run, cell_id, 1).parent), default=0) + 1
 
 
 def runs_of(results: Path) -> tuple[Path, ...]:
@@ -223,6 +285,28 @@ def runs_of(results: Path) -> tuple[Path, ...]:
     if not folder.is_dir():
         return ()
     return tuple(sorted((path for path in folder.iterdir() if (path / "plan.json").is_file()), reverse=True))
+
+
+def find_run(results: Path, name: str | None) -> Path:
+    """The folder of a run by its name or folder; the newest where there is neither. Raises NothingSelectedError."""
+    if name is None:
+        runs = runs_of(results)
+        if not runs:
+            raise NothingSelectedError(f"there is no run in {results}", "Start one: vllm-matrix run")
+        return runs[0]
+    for folder in (results / "runs" / name, Path(name)):
+        if (folder / "plan.json").is_file():
+            return folder
+    raise NothingSelectedError(f"no such run: {name}", f"Runs are folders of {results / 'runs'}.")
+
+
+def records_of_cell(runs: Iterable[Path], cell_id: str) -> Iterator[tuple[str, Record]]:
+    """The record of one cell in each run that has one, with the run's name; each is read when it is asked for."""
+    name = slug(cell_id)
+    for run in runs:
+        record = _last_record(run, name)
+        if record is not None:
+            yield run.name, record
 
 
 def history(results: Path, since: datetime) -> dict[str, list[Record]]:

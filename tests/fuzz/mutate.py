@@ -156,7 +156,8 @@ class Mutator:
         if isinstance(value, bool) or value is None:
             holder[key] = not value
         elif isinstance(value, (int, float)):
-            holder[key] = value + self.random.choice((-1, 1, 0.5, -value, 1e300))
+            step = self.random.choice((-1, 1, 0.5, -value, 1e300))
+            holder[key] = value + (step if abs(value) < 1e300 else -value)  # an integer may be too large for a sum
         elif isinstance(value, str):
             holder[key] = value + self.random.choice(TEXTS)
         else:
