@@ -14,7 +14,7 @@ from harness.cells import Resources
 from harness.errors import BuildError, ConfigurationError, InfrastructureError
 from harness.images import Image
 from harness.job import Context
-from harness.needs import Pair, device_environment, differs
+from harness.needs import Pair, differs
 from harness.probes import COMMAND, DEADLINE, QUESTION, Known, Probe, run_probe, shelf
 from harness.records import ImageRef
 from harness.share import Share
@@ -82,7 +82,7 @@ class Examiner:
 
     def _known(self, pair: Pair, image: Image, built: Built | None) -> Known | None:
         kept = shelf(self.context.suite, models.digest())
-        environment = device_environment(self.spec, pair[1])
+        environment = self.spec.environment_of(*pair)
         known = kept.find(image.tag, pair[1], environment, built.image.id if built else None)
         if known is None and built is not None:
             known = self._probe(pair, built, environment)

@@ -1,7 +1,8 @@
 """The GPUs of this host as NVML tells of them: which are there, which are allowed, and what is in use on them.
 
 `python -m harness.gpus` prints it. Nothing here imports torch or calls nvidia-smi. NVML numbers GPUs in the order of
-their PCI addresses, CUDA by a guess at their speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID; so everything goes by UUID.
+their PCI addresses, CUDA by a guess at their speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID; so everything goes by UUID,
+but for what a process without a container is told (`visible_to_cuda`).
 """
 
 from __future__ import annotations
@@ -289,6 +290,18 @@ def _named(inventory: Inventory, entry: str, by_uuid: bool) -> tuple[str, str]:
     if number is None or not 0 <= int(number[1]) < len(inventory.gpus):
         return "", "is no index of a GPU here"
     return inventory.gpus[int(number[1])].uuid, ""
+
+
+def visible_to_cuda(uuids: Sequence[str], inventory: Inventory) -> dict[str, str]:
+    """The variables with which a process sees these GPUs and no others, in this order.
+
+    By index, since vLLM up to 0.10 takes an entry for a number, and NVML's for CUDA's; by UUID where they may differ.
+    """
+    indices = {gpu.uuid: gpu.index for gpu in inventory.gpus}
+    clear = not inventory.refused and [*indices.values()] == [*range(len(indices))]
+    if not clear or not indices.keys() >= set(uuids):
+        return {"CUDA_VISIBLE_DEVICES": ",".join(uuids)}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(str(indices[uuid]) for uuid in uuids)}
 
 
 def _require_clear_order(inventory: Inventory, environ: Mapping[str, str], entries: Sequence[str]) -> None:

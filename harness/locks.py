@@ -67,6 +67,11 @@ def target_lock(target: str, device: str, own: TargetDeviceSpec) -> Path:
     return Path(own.lock or f"docker/{target}/{device}.lock")
 
 
+def target_dockerfile(target: str, device: str, own: TargetDeviceSpec) -> Path:
+    """What the lock is installed by: a file of its own for each device, since they stand on other stacks."""
+    return Path(own.dockerfile or f"docker/{target}/Dockerfile{'' if device == 'cpu' else f'.{device}'}")
+
+
 def questions(spec: MatrixSpec, target_id: str, device: str) -> tuple[Question, ...]:
     """The locks of a target on a device: its stack's, its own, and, if it is built, those of the build.
 
@@ -233,14 +238,25 @@ def _content(text: str) -> list[str]:
 
 def resolve(question: Question, index_url: str | None = None) -> str:
     """The lock's text. Raises BuildError with uv's own words where there is no solution."""
+    extra = [f"--extra-index-url {question.index}"] if question.index else []
+    return "\n".join([_MADE, f"# inputs sha256:{question.sha256}", *extra, compiled(question, index_url)])
+
+
+def compiled(question: Question, index_url: str | None = None, kept: str = "") -> str:
+    """The lines of a lock. What `kept`, another lock, names keeps its version and hashes, where that is a solution.
+
+    Raises BuildError with uv's own words where there is none.
+    """
     with tempfile.TemporaryDirectory(prefix="vllm-matrix-lock-") as folder:
         scratch = Path(folder)
         (scratch / "requirements.in").write_text("\n".join(question.requires) + "\n", encoding="utf-8")
         (scratch / "overrides.txt").write_text("\n".join(question.overrides) + "\n", encoding="utf-8")
-        body = _uv(_arguments(question), scratch, question.path, index_url)
-    body = body.replace("-r requirements.in", "matrix.toml").replace("--override overrides.txt", "matrix.toml")
-    extra = [f"--extra-index-url {question.index}"] if question.index else []
-    return "\n".join([_MADE, f"# inputs sha256:{question.sha256}", *extra, body])
+        made = scratch / "made.lock"  # uv prefers what stands in the file that it writes
+        made.write_text(kept, encoding="utf-8")
+        arguments = [*_arguments(question), f"--output-file={made.name}"]
+        run_compile(arguments, scratch, str(question.path), index_url)
+        body = made.read_text(encoding="utf-8")
+    return body.replace("-r requirements.in", "matrix.toml").replace("--override overrides.txt", "matrix.toml")
 
 
 def _arguments(question: Question) -> list[str]:
@@ -258,7 +274,8 @@ def _arguments(question: Question) -> list[str]:
     ]
 
 
-def _uv(arguments: list[str], scratch: Path, path: Path, index_url: str | None) -> str:
+def run_compile(arguments: Sequence[str], scratch: Path, what: str, index_url: str | None) -> str:
+    """What `uv pip compile` makes of requirements.in in `scratch`; `what` names it in errors."""
     from uv import find_uv_bin
 
     environment = {**os.environ, **({"UV_DEFAULT_INDEX": index_url} if index_url else {})}
@@ -268,10 +285,10 @@ def _uv(arguments: list[str], scratch: Path, path: Path, index_url: str | None) 
             command, cwd=scratch, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise InfrastructureError(f"uv did not resolve {path} within {SECONDS} s", "Is the index reachable?") from error
+        raise InfrastructureError(f"uv did not resolve {what} within {SECONDS} s", "Is the index reachable?") from error
     if done.returncode:
         raise BuildError(
-            f"{path} cannot be resolved",
+            f"{what} cannot be resolved",
             "If a package is gone or asks for one that is, matrix.toml takes another or drops it in [changes].",
             done.stderr.strip(),
         )

@@ -45,7 +45,7 @@ def kept(spec: MatrixSpec, suite: Path, images: Mapping[Pair, Image]) -> dict[Pa
     from_earlier = shelf(suite, models.digest())
     found = {}
     for pair, image in images.items():
-        known = from_earlier.find(image.tag, pair[1], device_environment(spec, pair[1]))
+        known = from_earlier.find(image.tag, pair[1], spec.environment_of(*pair))
         if known is not None and not _differs(spec, pair, image, known):
             found[pair] = known
     return found
@@ -71,8 +71,3 @@ def differs(spec: MatrixSpec, pair: Pair, image: Image, known: Known) -> tuple[s
         *differences(known.probe, lock, own.distribution, own.unlocked),
         *unexplained(known.probe, changes, stack),
     )
-
-
-def device_environment(spec: MatrixSpec, device: str) -> dict[str, str]:
-    """What all cells on a device, and its probe, have in their environment."""
-    return next((own.environment for name, own in spec.devices.items() if name == device), {})

@@ -17,7 +17,7 @@ from harness.records import Record
 from harness.spec import MatrixSpec, ScenarioSpec, TargetSpec, parse_size
 from harness.status import NEVER_REUSED, Status
 
-Action = Literal["run", "reuse", "na"]
+Action = Literal["run", "reuse", "na", "elsewhere"]  # elsewhere: another run of the same plan has the cell
 Facts = Mapping[str, str]  # what a digest is made of: name → value
 
 
@@ -85,7 +85,7 @@ def _cell(
         file=scenario.file or f"test_{name}.py",
         params=params,
         options=options,
-        environment=defaults.environment if defaults else {},
+        environment=spec.environment_of(target_id, device),
         ranks=scenario.ranks,
         resources=_resources(limits, scenario.gpus if device == "cuda" else 0),
         deadlines=_deadlines(limits, spec.run.timeout_multiplier),

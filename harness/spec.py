@@ -150,10 +150,12 @@ class StackSpec(_Model):
 
 
 class TargetDeviceSpec(_Model):
-    """How a target is installed for one device; paths default to docker/<target>/.
+    """How a target is installed for one device. `lock` defaults to docker/<target>/<device>.lock, `dockerfile` to
+    docker/<target>/Dockerfile for the CPU, Dockerfile.<device> for others.
 
     `build`: the target is built from its source distribution, with these tools. `later`: cut-off dates of single
-    packages. `unlocked`: what is found installed although no lock names it, and why.
+    packages. `unlocked`: what is found installed although no lock names it, and why. `environment`: what cells of the
+    target get besides, or instead of, the device's.
     """
 
     distribution: ExactRequirement
@@ -162,14 +164,19 @@ class TargetDeviceSpec(_Model):
     changes: tuple[Identifier, ...] = ()
     later: dict[PackageName, date] = {}
     unlocked: dict[PackageName, Reason] = {}
+    environment: dict[str, str] = {}
     dockerfile: RelativePath | None = None
     lock: RelativePath | None = None
 
 
 class TargetSpec(_Model):
-    """`vllm` is the declared release line, `released` the day of the release whose distribution is installed."""
+    """`vllm` is the declared release line, `released` the day of the release whose distribution is installed.
+
+    `candidate`: it declares a line that its version need not be of, as a build of a branch does.
+    """
 
     vllm: VersionText
+    candidate: bool = False
     python: Annotated[str, StringConstraints(pattern=r"^3\.\d+$")]
     released: date | None = None
     verl: VersionText | None = None
@@ -250,6 +257,11 @@ class MatrixSpec(_Model):
     profiles: dict[Identifier, ProfileSpec]
     overrides: tuple[OverrideSpec, ...] = ()
 
+    def environment_of(self, target: str, device: str) -> dict[str, str]:
+        """What all cells of a target on a device, and its probe, have in their environment."""
+        shared = next((own.environment for name, own in self.devices.items() if name == device), {})
+        return {**shared, **self.targets[target].on(device).environment}
+
     @model_validator(mode="after")
     def _names_resolve(self) -> MatrixSpec:
         if self.run.profile not in self.profiles:
@@ -270,7 +282,8 @@ def _check_target(where: str, target: TargetSpec, own: TargetDeviceSpec, spec: M
     if own.stack is not None and own.stack not in spec.stacks:
         raise ValueError(_unknown(f"{where}.stack", own.stack, spec.stacks))
     line = Version(target.vllm).release
-    if Version(next(iter(Requirement(own.distribution).specifier)).version).release[: len(line)] != line:
+    release = Version(next(iter(Requirement(own.distribution).specifier)).version).release
+    if not target.candidate and release[: len(line)] != line:
         raise ValueError(f"{where}.distribution: {own.distribution} is not of the release line {target.vllm}")
 
 

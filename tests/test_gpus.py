@@ -26,6 +26,7 @@ from harness.gpus import (
     idle_first,
     left_behind,
     take_inventory,
+    visible_to_cuda,
     wait_until_free,
 )
 from tests.conftest import ROOT
@@ -291,6 +292,17 @@ def test_indices_of_different_gpus_want_an_order() -> None:
     assert [gpu.uuid for gpu in allowed(mixed, by_pci).gpus] == [C, A]
     for value, expected in {"-1": [], "": [], "GPU-1": [C], "none": []}.items():
         assert [gpu.uuid for gpu in allowed(mixed, {"CUDA_VISIBLE_DEVICES": value}).gpus] == expected
+
+
+def test_a_process_is_given_indices_where_they_are_clear_and_uuids_where_not() -> None:
+    alike = inventory(Card(A, bus="00000000:0F:00.0"), Card(B, bus="00000000:2A:00.0"))
+    assert visible_to_cuda([B, A], alike) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,0"}
+    by_uuid = {"CUDA_VISIBLE_DEVICES": f"{B},{A}"}
+    assert visible_to_cuda([B, A], three()) == by_uuid, "NVML's indices are not CUDA's there"
+    divided = inventory(Card(A, bus="00000000:0F:00.0"), Card(B), Card(C, bus="00000000:5B:00.0", mig=True))
+    assert visible_to_cuda([B, A], divided) == by_uuid
+    assert visible_to_cuda([B, A], inventory(Card(A))) == by_uuid
+    assert visible_to_cuda([B, A], Inventory(reason="no driver")) == by_uuid
 
 
 @pytest.mark.parametrize("order", [{}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}])

