@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from harness.cells import Cell
 from harness.errors import ConfigurationError
 from harness.events import clean
-from harness.plan import Planned
+from harness.plan import Action, Planned
 from harness.records import write_atomic
 from harness.spec import Name
 
@@ -36,7 +36,7 @@ class PlannedEntry(BaseModel):
     cell: Annotated[Cell, AfterValidator(_named)]
     digest: str
     facts: dict[str, str] = {}
-    action: Literal["run", "reuse", "na"]
+    action: Action
     reason: Clean
     selected: bool
 
@@ -52,6 +52,11 @@ class PlanFile(BaseModel):
     not_runnable: tuple[Clean, ...] = ()
     cells: tuple[PlannedEntry, ...]
 
+    @property
+    def own(self) -> tuple[PlannedEntry, ...]:
+        """The cells that this run is to have records of."""
+        return tuple(entry for entry in self.cells if entry.action != "elsewhere")
+
 
 def write_plan(folder: Path, run: str, plan: Sequence[Planned], idle: Sequence[str]) -> None:
     entries = tuple(
@@ -66,6 +71,10 @@ def write_plan(folder: Path, run: str, plan: Sequence[Planned], idle: Sequence[s
         for p in plan
     )
     document = PlanFile(run=run, created=datetime.now(UTC), not_runnable=tuple(idle), cells=entries)
+    write_document(folder, document)
+
+
+def write_document(folder: Path, document: PlanFile) -> None:
     write_atomic(folder / "plan.json", document.model_dump_json(by_alias=True, indent=1) + "\n")
 
 

@@ -36,7 +36,7 @@ def rest_of(project: Project, folder: Path, options: BuildOptions, backend: str)
     """Plan the rest of a run again. Raises ConfigurationError where it would no longer be the run that was planned."""
     if folder.resolve().parent != (project.results / "runs").resolve():
         raise ConfigurationError(f"{folder} is no run of {project.root}", "A run is resumed where it was begun.")
-    entries = read_plan(folder).cells
+    entries = read_plan(folder).own
     kept = finished(folder)
     today = _today(project, folder, entries, options, backend)
     left = [entry for entry in entries if entry.cell.id not in kept]
@@ -62,7 +62,9 @@ def _today(
     cells = {cell.id: cell for cell in project.cells}
     if gone := [entry.cell.id for entry in entries if entry.cell.id not in cells]:
         raise ConfigurationError(f"matrix.toml no longer has {gone[0]} of run {folder.name}", "Start a new run.")
-    chosen = [(cells[entry.cell.id], entry.selected) for entry in entries]
+    selected = {entry.cell.id: entry.selected for entry in entries}
+    readers = {cells[name].reference for name in selected} - {None, *selected}  # only NA cells read it: it was left out
+    chosen = [(cell, selected.get(name, False)) for name, cell in cells.items() if name in selected or name in readers]
     return {planned.cell.id: planned for planned in plan_cells(project, chosen, options, backend, {}, fresh=True)}
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,19 +27,23 @@ from hypothesis import strategies as st
 
 from harness import events as ev
 from harness.errors import ConfigurationError
+from harness.imports import import_packs
 from harness.judge import Evidence, judge
 from harness.matrix import build_matrix
-from harness.planfile import read_plan
+from harness.packs import pack_new, zstd
+from harness.plan import digest
+from harness.planfile import PlanFile, PlannedEntry, read_plan, write_document
 from harness.probes import MAX_PROBE, Probe, differences, parse_probe, read_probe, unexplained
+from harness.project import Project
 from harness.recorder import artifact, make_record
-from harness.records import ExitState, history, read_record, records_of, write_record
-from harness.spec import ChangeSpec
+from harness.records import ExitState, Record, history, read_record, records_of, write_record
+from harness.spec import ChangeSpec, load_spec
 from harness.status import Status
 from harness.tail import Tail
 from harness.targets import TargetFacts, found, read_facts, write_facts
 from harness.views.markdown import escape
 from harness.views.material import excerpt, printed
-from tests.conftest import event_line
+from tests.conftest import SPEC, event_line
 from tests.fuzz import bench
 from tests.fuzz.bench import CLEAN, CORPUS, NOW, RUN, Batch
 from tests.fuzz.mutate import TEXTS, Mutator
@@ -427,6 +433,106 @@ def test_plans(seeds: list[list[int]], tmp_path: Path) -> None:
                 bench.check_views(build_matrix(RUN, cells, {}, (), NOW, NOW - NOW, plan.not_runnable), tmp_path)
         except Exception as error:
             raise AssertionError(bench.again(number, error)) from error
+
+
+# --- packs ------------------------------------------------------------------------------------------------------------
+
+
+def two_packs(room: Path) -> dict[str, bytes]:
+    """The files of one pack and, as `good`, another pack of the same run: both say FAIL."""
+    run = room / "runs" / RUN
+    failed = json.loads((CORPUS / "record-failed.json").read_bytes())
+    entries = []
+    for number in (0, 1):
+        own, facts = bench.cell(number), {"case": str(number)}
+        entries.append(
+            PlannedEntry(cell=own, digest=digest(facts), facts=facts, action="run", reason="", selected=True)
+        )
+        value = failed | {
+            "cell": own.id,
+            "scenario": own.scenario,
+            "params": dict(own.params),
+            "run": RUN,
+            "attempt": 1,
+        }
+        value |= {"target": own.target, "vllm": own.vllm, "device": own.device, "digest": digest(facts), "facts": facts}
+        write_record(bench.attempt(room, number), Record.model_validate(value))
+        (bench.attempt(room, number) / "stdout.log").write_text("last words\n")
+    write_document(run, PlanFile(run=RUN, created=NOW, cells=tuple(entries)))
+    write_facts(run, TargetFacts(target="vllm-0.8.5", device="cpu", vllm="0.8.5", distribution="vllm==0.8.5"))
+    one, other = pack_new(run, room / "outbox")
+    with zstd.ZstdFile(one) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        files = {info.name: archive.extractfile(info).read() for info in archive}  # type: ignore[union-attr]
+    return files | {"good": other.read_bytes()}
+
+
+def damaged_pack(mutator: Mutator, files: dict[str, bytes]) -> bytes:
+    """One of its files, a name, a header, the archive or the stream is damaged."""
+    kind = mutator.random.randrange(5)
+    files = dict(files)
+    name = mutator.random.choice(list(files))
+    if kind == 0:
+        files[name] = mutator.document(files[name])
+    elif kind == 1:
+        files[mutator.random.choice((*TEXTS, *NAMES, f"{name}/x"))[:4_000]] = files.pop(name)
+    raw = b"".join(_member(name, data) for name, data in files.items())
+    if kind == 2:
+        at = 512 * mutator.random.randrange(len(raw) // 512)
+        raw = raw[:at] + _summed(mutator.damaged(raw[at : at + 512])[:512].ljust(512, b"\0")) + raw[at + 512 :]
+    raw += b"\0" * 1_024
+    data = zstd.compress(mutator.damaged(raw) if kind == 3 else raw)
+    return mutator.damaged(data) if kind == 4 else data
+
+
+def _member(name: str, data: bytes) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogatepass") + data + b"\0" * (-len(data) % 512)
+
+
+def _summed(header: bytes) -> bytes:
+    """With a checksum that fits, so that the rest of it is looked at."""
+    return header[:148] + b"%06o\0 " % (sum(header[:148]) + 256 + sum(header[156:])) + header[156:]
+
+
+def build_import(project: Project, files: dict[str, bytes], number: int) -> None:
+    files = dict(files)
+    inbox = project.root / "inbox"
+    inbox.mkdir()
+    project.results.mkdir()
+    (inbox / "a.tar.zst").write_bytes(files.pop("good"))
+    (inbox / "b.tar.zst").write_bytes(damaged_pack(Mutator(number), files))
+    outside = sorted(path for path in project.root.rglob("*") if project.results not in path.parents)
+    try:
+        done = import_packs(project, [inbox])
+    except ConfigurationError as error:  # whole, and of something else than the good one
+        assert not bench.unsafe(str(error))
+        return
+    finally:
+        assert {path.name for path in project.results.iterdir()} <= {"runs", ".merge.lock"}
+        assert sorted(path for path in project.root.rglob("*") if project.results not in path.parents) == outside
+        shutil.rmtree(inbox)
+    assert not bench.unsafe("".join(map(str, done.refused)))
+    assert {refused.path.name for refused in done.refused} <= {"b.tar.zst"}
+    assert done.outcome is not None
+    assert Status.PASS not in {square.status for square in done.outcome.matrix.squares}
+    if not done.refused:
+        bench.check_views(done.outcome.matrix, done.outcome.folder)
+
+
+def test_packs(seeds: list[list[int]], tmp_path: Path) -> None:
+    """Each is taken or refused; the other one is taken, nothing is written outside of the results, nothing passes."""
+    (tmp_path / "matrix.toml").write_text(SPEC)
+    spec = load_spec(tmp_path / "matrix.toml")
+    files = two_packs(tmp_path / "node")
+    project = Project(root=tmp_path, spec=spec, cells=(), expectations=())
+    for number in (number for some in _a_tenth(seeds) for number in some[::2]):
+        try:
+            build_import(project, files, number)
+        except Exception as error:
+            raise AssertionError(bench.again(number, error)) from error
+        finally:
+            shutil.rmtree(project.results)
 
 
 def _a_tenth(seeds: list[list[int]]) -> list[list[int]]:
