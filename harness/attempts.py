@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ REFERENCE = "reference.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Attempts:
-    """What the scheduler calls, for the cells of one run."""
+    """What the scheduler calls, for the cells of one run. `kept` is called when a record has been written."""
 
     images: Mapping[Pair, ImageRef]
     context: Context
@@ -37,6 +37,7 @@ class Attempts:
     share: Share
     stop: Stop
     retries: int
+    kept: Callable[[], None] = lambda: None
 
     def attempt(self, planned: Planned, lease: Lease) -> Record:
         return with_retries(self._once, self.retries, self.stop)(planned, lease)
@@ -57,6 +58,7 @@ class Attempts:
         record = None
         try:
             record = self._record(planned, lease)
+            self.kept()
         finally:
             self.progress.ended(name, record)
         return record

@@ -266,7 +266,7 @@ def _environment(options: BuildOptions) -> dict[str, str]:
     return {**os.environ, "INDEX_URL": options.index_url}
 
 
-def check_space(client: DockerClient, needed: int = NEEDED) -> None:
+def check_space(client: DockerClient, needed: int = NEEDED, what: str = "a build") -> None:
     """Raises InfrastructureError if Docker's folder has too little room; says nothing of a folder that we don't see."""
     try:
         root = Path(str(client.info()["DockerRootDir"]))
@@ -275,7 +275,7 @@ def check_space(client: DockerClient, needed: int = NEEDED) -> None:
         return
     if free < needed and _is_local(client):
         raise InfrastructureError(
-            f"{root} has {free / 1e9:.1f} GB free, and a build needs {needed / 1e9:.1f} GB",
+            f"{root} has {free / 1e9:.1f} GB free, and {what} needs {needed / 1e9:.1f} GB",
             "Make room there (`docker system df` says what Docker itself takes).",
         )
 

@@ -16,10 +16,11 @@ from harness.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Locked:
-    """One entry: the version, and the marker that says where it counts (None: everywhere)."""
+    """One entry: the version, the marker that says where it counts (None: everywhere), and the hashes of its files."""
 
     version: str
     marker: Marker | None
+    hashes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.version} ; {self.marker}" if self.marker else self.version
@@ -38,21 +39,22 @@ def parse_lock(text: str) -> dict[str, tuple[Locked, ...]]:
 
 
 def _lines(text: str) -> list[str]:
-    """Requirements without comments, hashes and options, continued lines joined."""
+    """Requirements with their hashes, without comments; continued lines joined."""
     joined = re.sub(r"\\[ \t]*\n", " ", re.sub(r"(?m)(^|\s)#.*$", "", text))
-    bare = (re.sub(r"\s--[a-z-]+[= ]\S+", "", line).strip() for line in joined.splitlines())
-    return [line for line in bare if line and not line.startswith("-")]
+    lines = (line.strip() for line in joined.splitlines())
+    return [line for line in lines if line and not line.startswith("-")]
 
 
 def _entry(line: str) -> tuple[str, Locked]:
     try:
-        requirement = Requirement(line)
+        requirement = Requirement(re.sub(r"\s--[a-z-]+[= ]\S+", "", line).strip())
     except InvalidRequirement as error:
         raise ConfigurationError(f"not a line of a lock: {line[:100]!r}") from error
     specifiers = list(requirement.specifier)
     if len(specifiers) != 1 or specifiers[0].operator != "==" or "*" in specifiers[0].version:
         raise ConfigurationError(f"a lock names exact versions, and not {line[:100]!r}")
-    return canonicalize_name(requirement.name), Locked(specifiers[0].version, requirement.marker)
+    hashes = tuple(re.findall(r"\s--hash[= ](\S+)", line))
+    return canonicalize_name(requirement.name), Locked(specifiers[0].version, requirement.marker, hashes)
 
 
 def wanted(text: str, environment: Mapping[str, str]) -> dict[str, str]:

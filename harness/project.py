@@ -6,11 +6,14 @@ import ast
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+
+from packaging.version import Version
 
 from harness import __version__, models
 from harness.cells import Cell, Selection
@@ -18,7 +21,7 @@ from harness.environments import environment_of
 from harness.errors import ConfigurationError
 from harness.expectations import Expectation, load_expectations
 from harness.images import BuildOptions, Image, ca_bundle, image_for
-from harness.locks import require_current, target_lock
+from harness.locks import require_current, target_dockerfile, target_lock
 from harness.needs import kept, unmet
 from harness.plan import Facts, Planned, cell_facts, choose, decide, expand, without_idle_references
 from harness.records import SCHEMA, Host, Record, Revision, history
@@ -29,12 +32,17 @@ SUITE_SYNTAX = (3, 10)  # the oldest Python a target may bring
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """matrix.toml, its cells and expectations, and the folder they stand in."""
+    """matrix.toml, its cells and expectations, and the folder they stand in.
+
+    `python` stands for that of every target; `told` is the revision where the folder came without its repository.
+    """
 
     root: Path
     spec: MatrixSpec
     cells: tuple[Cell, ...]
     expectations: tuple[Expectation, ...]
+    python: str | None = None
+    told: Revision | None = None
 
     @property
     def suite(self) -> Path:
@@ -48,16 +56,27 @@ class Project:
     def max_age(self) -> timedelta:
         return timedelta(days=self.spec.run.max_age_days)
 
+    @property
+    def revision(self) -> Revision:
+        return self.told or revision(self.root)
 
-def load_project(config: Path | None) -> Project:
-    """Raises ConfigurationError that names the file and the place."""
+    def python_of(self, target: str) -> str:
+        return self.python or self.spec.targets[target].python
+
+
+def load_project(config: Path | None, python: str | None = None) -> Project:
+    """`python` (`3.12`) takes the place of every target's own. Raises ConfigurationError that names file and place."""
+    if python is not None and not re.fullmatch(r"3\.\d{1,3}", python):
+        raise ConfigurationError(f"--python {python!r} is no minor version of Python", "It looks like 3.12.")
     path = (config or find_config(Path.cwd())).resolve()
     spec = load_spec(path)
     cells = expand(spec)
     check_scenarios(path.parent / spec.suite, {cell.file for cell in cells})
     named = "expectations" in spec.model_fields_set
     expectations = load_expectations(path.parent / spec.expectations, cells, datetime.now(UTC).date(), required=named)
-    return Project(root=path.parent, spec=spec, cells=cells, expectations=expectations)
+    if python is not None:
+        cells = tuple(replace(cell, python=python) for cell in cells)
+    return Project(root=path.parent, spec=spec, cells=cells, expectations=expectations, python=python)
 
 
 def find_config(start: Path) -> Path:
@@ -95,7 +114,7 @@ def build_options(project: Project, base: str | None = None, index_url: str | No
         ca_bundle=ca_bundle(None, os.environ),
         docker_dir=project.root / "docker",
         timeout=images.timeout * project.spec.run.timeout_multiplier,
-        revision=revision(project.root).commit,
+        revision=project.revision.commit,
     )
 
 
@@ -104,20 +123,33 @@ def images_for(
 ) -> dict[tuple[str, str], Image]:
     """The image, or for `local` the environment, of each target and device among the cells.
 
-    Raises ConfigurationError for a missing file, and for a Dockerfile that cannot be followed without Docker.
+    Raises ConfigurationError for a missing file, for a Dockerfile that cannot be followed without Docker, and for a
+    Python that is not the target's own where it cannot be another.
     """
     pairs = dict.fromkeys((cell.target, cell.device) for cell in cells)
     images = {pair: _image(project, *pair, options) for pair in pairs}
+    _check_python(project, {target for target, _ in pairs}, backend)
     if backend != "local":
         return images
-    return {
-        pair: environment_of(image, project.spec.targets[pair[0]].python, options) for pair, image in images.items()
-    }
+    return {pair: environment_of(image, project.python_of(pair[0]), options) for pair, image in images.items()}
+
+
+def _check_python(project: Project, targets: Iterable[str], backend: str) -> None:
+    if project.python is None:
+        return
+    if backend != "local":
+        raise ConfigurationError("--python is for cells without a container", "An image's Python is its base's own.")
+    for target in sorted(targets):
+        own = project.spec.targets[target].python
+        if Version(project.python) < Version(own):
+            raise ConfigurationError(
+                f"--python {project.python}: {target} needs {own} or later", "Its lock was resolved from there upwards."
+            )
 
 
 def _image(project: Project, target: str, device: str, options: BuildOptions) -> Image:
     own = project.spec.targets[target].on(device)
-    dockerfile = project.root / (own.dockerfile or f"docker/{target}/Dockerfile")
+    dockerfile = project.root / target_dockerfile(target, device, own)
     lock = project.root / target_lock(target, device, own)
     for path in (dockerfile, lock):
         if not path.is_file():

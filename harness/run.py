@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from harness.attempts import Attempts
 from harness.backends.base import Backend
 from harness.backends.owner import owner
 from harness.errors import BuildError, ConfigurationError, InfrastructureError
-from harness.events import MAX_FILE
+from harness.evidence import copy_evidence
 from harness.examination import Built, Examiner, unbuilt
 from harness.images import BuildOptions, BuiltImage, Image
 from harness.job import Context
@@ -29,7 +28,7 @@ from harness.needs import Pair, unmet
 from harness.plan import Planned, Unmet, not_runnable
 from harness.planfile import read_plan, write_plan
 from harness.probes import Known
-from harness.project import Project, host, images_for, revision
+from harness.project import Project, host, images_for
 from harness.records import (
     ImageRef,
     Record,
@@ -64,6 +63,8 @@ class Tools:
     engine: str
     patience: float = 1.0  # stretches the deadlines of probes; those of cells are in their plan
     stop: Stop = field(default_factory=Stop)
+    # Called with the run's folder whenever there are new records in it, from several threads.
+    kept: Callable[[Path], None] = lambda _folder: None
     # Remove what killed harnesses left, and if so asked, what we did: a line for each.
     reap: Callable[[bool], Iterable[str]] = lambda _ours: ()
 
@@ -103,8 +104,9 @@ def execute(project: Project, plan: Sequence[Planned], tools: Tools, resumed: Pa
     context = _context(project, folder.name, tools.engine)
     interrupted = False
     failed: dict[Pair, BuildError] = {}
-    cells = [planned.cell for planned in plan if planned.action == "run"]
-    with opened(cells, context.host, os.environ) as share, _held(folder):
+    own = [planned for planned in plan if planned.action != "elsewhere"]
+    cells = [planned.cell for planned in own if planned.action == "run"]
+    with opened(cells, context.host, os.environ) as share, held(folder):
         if resumed is None:
             write_plan(folder, folder.name, plan, not_runnable(project.spec))
         try:
@@ -112,7 +114,7 @@ def execute(project: Project, plan: Sequence[Planned], tools: Tools, resumed: Pa
             models.generate(context.models)
             done = finished(folder) if resumed else _take_over(plan, context, tools.progress)
             with tools.progress.shown():
-                images = images_for(project, [p.cell for p in plan], tools.options, tools.backend.name)
+                images = images_for(project, [p.cell for p in own], tools.options, tools.backend.name)
                 lacking = {cell.id: why for cell in cells if (why := share.lacks(cell))}
                 built, failed = _build([p for p in plan if p.cell.id not in lacking], images, tools, folder)
                 plan, broken = _look(project, plan, images, built, failed, context, tools, share)
@@ -126,6 +128,7 @@ def execute(project: Project, plan: Sequence[Planned], tools: Tools, resumed: Pa
             if not tools.stop.asked:
                 tools.stop.ask()  # Ctrl-C from here on must not cost the table
             _reap(tools, ours=True)
+            tools.kept(folder)
             matrix = load_matrix(project, folder)
             write_views(folder, matrix, project.suite)
     return Outcome(
@@ -142,8 +145,8 @@ def _reap(tools: Tools, ours: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Ours alone, until this process ends in whatever way."""
+def held(folder: Path) -> Iterator[None]:
+    """The run in this folder is ours alone, until this process ends in whatever way. Raises ConfigurationError."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", timeout=0)
     try:
@@ -167,7 +170,7 @@ def _context(project: Project, run: str, engine: str) -> Context:
         results=project.results,
         suite=project.suite,
         models=models.default_root(),
-        revision=revision(project.root),
+        revision=project.revision,
         host=host(engine),
         owner=owner(),
     )
@@ -182,29 +185,12 @@ def _take_over(plan: Sequence[Planned], context: Context, progress: Progress) ->
         old = planned.reuse
         source = attempt_folder(context.results, old.run, old.cell, old.attempt)
         target = attempt_folder(context.results, context.run, old.cell, old.attempt)
-        try:
-            shutil.copytree(source, target, symlinks=True, ignore=_no_evidence)
-        except (shutil.Error, RecursionError) as error:
-            what = f"the evidence of {old.cell} in run {old.run} cannot be copied: {str(error)[:200]}"
-            raise InfrastructureError(what, "Make room, or run with --fresh.") from error
+        copy_evidence(source, target, f"{old.cell} in run {old.run}")
         record = old.model_copy(update={"run": context.run, "reused_from": old.reused_from or old.run})
         write_record(target, record)
         taken[old.cell] = record
         progress.say(f"reuse  {old.cell}: {old.status} of run {record.reused_from}")
     return taken
-
-
-def _no_evidence(folder: str, names: list[str]) -> list[str]:
-    """What a cell left that cannot be copied, or must not be: pipes, sockets, what is closed to us, what is huge."""
-
-    def kept(path: Path) -> bool:
-        if path.is_symlink():
-            return True
-        if path.is_dir():
-            return os.access(path, os.R_OK | os.X_OK)
-        return path.is_file() and os.access(path, os.R_OK) and path.stat().st_size <= MAX_FILE
-
-    return [name for name in names if not kept(Path(folder, name))]
 
 
 def _build(
@@ -336,22 +322,24 @@ def _run(
         share=share,
         stop=tools.stop,
         retries=project.spec.run.infra_retries,
+        kept=lambda: tools.kept(context.results / "runs" / context.run),
     )
     run_all(queue, done, attempts, share, tools.stop)
 
 
-def load_matrix(project: Project, folder: Path) -> Matrix:
-    """The Matrix of a run's folder, judged by today's expectations."""
+def load_matrix(project: Project, folder: Path, records: Mapping[str, Record] | None = None) -> Matrix:
+    """The Matrix of a run's folder, judged by today's expectations; of its records, or of others by cell id."""
     plan = read_plan(folder)
     return build_matrix(
         plan.run,
-        [entry.cell for entry in plan.cells],
-        records_of(folder),
+        [entry.cell for entry in plan.own],
+        records_of(folder) if records is None else records,
         project.expectations,
         datetime.now(UTC),
         project.max_age,
         plan.not_runnable,
-        read_facts(folder, [(entry.cell.target, entry.cell.device) for entry in plan.cells]),
+        read_facts(folder, [(entry.cell.target, entry.cell.device) for entry in plan.own]),
+        len(plan.cells) - len(plan.own),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from harness.bundles.index import Index
 from harness.events import Done, Event
 from harness.expectations import ExpectationsFile
 from harness.planfile import PlanFile
@@ -30,6 +31,7 @@ ADAPTERS: dict[str, TypeAdapter[Any]] = {
     "record": TypeAdapter(Record),
     "probe": TypeAdapter(Probe),
     "target": TypeAdapter(TargetFacts),
+    "bundle": TypeAdapter(Index),
 }
 
 

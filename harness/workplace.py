@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from enum import StrEnum
 from importlib import metadata
 
+from docker.client import DockerClient
 from rich.console import Console
 
 from harness.backends.docker import DockerBackend, connect
@@ -17,7 +18,7 @@ from harness.errors import BuildError, DockerMissingError, InfrastructureError
 from harness.images import BuildOptions, build, find_builder
 from harness.project import Project
 from harness.reaper import Find, containers, folders, making, processes, reap
-from harness.run import Tools
+from harness.run import Build, Tools
 from harness.views.terminal import Progress
 
 
@@ -48,16 +49,26 @@ def choose(asked: Choice) -> tuple[str, str]:
     return Choice.DOCKER, ""
 
 
-def open_tools(backend: str, project: Project, options: BuildOptions, console: Console) -> Tools:
-    """Raises InfrastructureError, or BuildError, for the first thing that is missing."""
-    return (_local if backend == Choice.LOCAL else _docker)(project, options, console)
+def open_tools(
+    backend: str, project: Project, options: BuildOptions, console: Console, devices: Collection[str]
+) -> Tools:
+    """For cells on these devices. Raises InfrastructureError, or BuildError, for the first thing that is missing."""
+    if backend != Choice.LOCAL:
+        return _docker(options, console)
+    check_host(devices)
+    return _local(project, options, console)
 
 
-def _docker(_project: Project, options: BuildOptions, console: Console) -> Tools:
+def _docker(options: BuildOptions, console: Console) -> Tools:
     client, builder = connect(), find_builder(os.environ)
+    return docker_tools(client, lambda image, log, say: build(image, builder, options, log, say), options, console)
+
+
+def docker_tools(client: DockerClient, make: Build, options: BuildOptions, console: Console) -> Tools:
+    """For containers of images that `make` brings."""
     return Tools(
         backend=DockerBackend(client),
-        build=lambda image, log, say: build(image, builder, options, log, say),
+        build=make,
         options=options,
         progress=Progress(console),
         engine=f"docker {client.version()['Version']}",
@@ -66,11 +77,10 @@ def _docker(_project: Project, options: BuildOptions, console: Console) -> Tools
 
 
 def _local(project: Project, options: BuildOptions, console: Console) -> Tools:
-    check_host()
-    root, targets = environments_root(), project.spec.targets
+    root, python = environments_root(), project.python_of
     return Tools(
         backend=LocalBackend(root),
-        build=lambda image, log, say: make_environment(image, targets[image.target].python, options, root, log, say),
+        build=lambda image, log, say: make_environment(image, python(image.target), options, root, log, say),
         options=options,
         progress=Progress(console),
         engine=f"uv {metadata.version('uv')}",

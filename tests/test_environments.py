@@ -217,13 +217,20 @@ def test_a_name_follows_from_what_goes_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tool", ["gcc", "g++", "readelf"])
 def test_a_missing_tool_is_one_clear_error(tool: str) -> None:
     with pytest.raises(InfrastructureError, match=rf"need {re.escape(tool)},.*\n.*apt-get install g\+\+"):
-        check_host(lambda name: None if name == tool else f"/usr/bin/{name}")
+        check_host({"cpu", "cuda"}, lambda name: None if name == tool else f"/usr/bin/{name}")
+
+
+def test_cells_on_gpus_need_only_what_triton_compiles_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # libnuma cannot be loaded
+    check_host({"cuda"}, lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    with pytest.raises(InfrastructureError, match="need gcc,"):
+        check_host({"cuda"}, lambda name: None)
 
 
 def test_a_missing_libnuma_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(InfrastructureError, match=r"libnuma\.so\.1.*\n.*libnuma1"):
-        check_host(lambda name: name)
+        check_host({"cpu"}, lambda name: name)
 
 
 def test_a_missing_numa_header_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +256,11 @@ def test_a_python_without_headers_is_one_clear_error(tmp_path: Path, monkeypatch
     uv.write_text("#!/bin/sh\necho /bin/false\n")
     uv.chmod(0o755)
     monkeypatch.setattr(environments, "_uv", lambda: str(uv))
-    with pytest.raises(BuildError, match=r"/bin/false has no headers \(Python\.h\)"):
-        find_python("3.11")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "base_prefix", str(tmp_path))
+        with pytest.raises(BuildError, match=r"/bin/false has no headers \(Python\.h\)"):
+            find_python(MINOR)
+    assert find_python(MINOR) == Path(sys.base_prefix, "bin", f"python{MINOR}"), "our own will do"
 
 
 # --- making one ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tests.test_run import project  # noqa: F401 - a fixture
 # What the host has to bring and the models are other tests' business.
 ENTRY = """
 from harness import models, workplace
-workplace.check_host = lambda: None
+workplace.check_host = lambda devices: None
 models.generate = lambda root: {}
 from harness.cli import main
 main()

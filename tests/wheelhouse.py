@@ -7,26 +7,28 @@ import io
 import json
 import threading
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One distribution: a wheel without content, or a source distribution that must never be built."""
+    """One distribution: a wheel (`files` in it, `platform` of a binary one), or a source never to be built."""
 
     name: str
     version: str
     day: str
     requires: Sequence[str] = ()
     sdist: bool = False
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    platform: str = "any"
 
     @property
     def file(self) -> str:
         name = self.name.replace("-", "_")
-        return f"{name}-{self.version}.tar.gz" if self.sdist else f"{name}-{self.version}-py3-none-any.whl"
+        return f"{name}-{self.version}.tar.gz" if self.sdist else f"{name}-{self.version}-py3-none-{self.platform}.whl"
 
     @property
     def metadata(self) -> str:
@@ -39,10 +41,12 @@ class Upload:
             return b"no archive at all"
         buffer, folder = io.BytesIO(), f"{self.name.replace('-', '_')}-{self.version}.dist-info"
         with zipfile.ZipFile(buffer, "w") as wheel:
+            for path, data in self.files.items():
+                wheel.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
             for name, text in (
                 ("METADATA", self.metadata),
-                ("WHEEL", "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
-                ("RECORD", ""),
+                ("WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-{self.platform}\n"),
+                ("RECORD", "".join(f"{path},,\n" for path in self.files)),
             ):
                 wheel.writestr(zipfile.ZipInfo(f"{folder}/{name}"), text)
         return buffer.getvalue()
@@ -55,10 +59,10 @@ def index(uploads: Sequence[Upload]) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             name = self.path.strip("/").split("/")[-1]
-            files = {upload.file: upload.content for upload in uploads}
+            files = [upload for upload in uploads if upload.file == name]
             project = [upload for upload in uploads if upload.name == name]
-            if name in files:
-                self._answer("application/octet-stream", files[name])
+            if files:
+                self._answer("application/octet-stream", files[0].content)
             elif project:
                 self._answer("application/vnd.pypi.simple.v1+json", json.dumps(_project(name, project)).encode())
             else:
@@ -70,7 +74,8 @@ def index(uploads: Sequence[Upload]) -> Iterator[str]:
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(body)
+                with suppress(ConnectionError):  # uv hangs up once it has seen the metadata
+                    self.wfile.write(body)
 
         do_HEAD = do_GET  # noqa: N815 - uv looks first whether it could read a part of a wheel
 

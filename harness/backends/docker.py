@@ -34,13 +34,13 @@ _LATE = 15.0  # seconds for what a daemon may still be about, after its answer w
 _POLL = 0.25
 
 
-def connect() -> DockerClient:
-    """A client of the daemon that DOCKER_HOST names.
+def connect(timeout: int = 120) -> DockerClient:
+    """A client of the daemon that DOCKER_HOST names, which may take `timeout` seconds for an answer.
 
     Raises DockerMissingError where there is none, InfrastructureError where there is one that refuses us.
     """
     try:
-        client = DockerClient.from_env(timeout=120)
+        client = DockerClient.from_env(timeout=timeout)
         client.ping()
     except (DockerException, requests.RequestException) as error:
         raise _unreachable(error) from error

@@ -33,7 +33,7 @@ _LEFT_OUT = {
 }
 
 
-def make_image(client: DockerClient) -> str:
+def make_image(client: DockerClient, repository: str = TAG) -> str:
     """The image's id. Python and grep with the libraries that they load, and nothing else: no registry is asked."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
@@ -50,8 +50,8 @@ def make_image(client: DockerClient) -> str:
         link.type, link.linkname = tarfile.SYMTYPE, str(python)
         tar.addfile(link)
     archive.seek(0)
-    client.api.import_image_from_data(archive.getvalue(), repository=TAG, tag="latest")
-    found: str = client.images.get(f"{TAG}:latest").id
+    client.api.import_image_from_data(archive.getvalue(), repository=repository, tag="latest")
+    found: str = client.images.get(f"{repository}:latest").id
     return found
 
 
