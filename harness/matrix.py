@@ -8,13 +8,15 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from harness.cells import Cell
-from harness.expectations import Expectation, axes_of, verdict
+from harness.expectations import Expectation, about, axes_of, verdict
 from harness.records import CheckRecord, Record
 from harness.status import NOTRUN, UNEXPECTED, Status, Verdict, worst_verdict
 from harness.targets import TargetFacts
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_NO_ANSWER = (NOTRUN, Status.MISS, Status.NA, Status.SKIP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,12 @@ class JudgedCheck:
     check: CheckRecord
     verdict: Verdict
     expectation: Expectation | None
+
+
+def passed(checks: Sequence[JudgedCheck]) -> tuple[int, int]:
+    """How many checks passed, of how many."""
+    own = [judged.check for judged in checks if judged.check.id != "<cell>"]
+    return sum(check.status is Status.PASS for check in own), len(own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +44,7 @@ class Square:
     checks: tuple[JudgedCheck, ...] = ()
     record: Record | None = None
     stale: bool = False
+    age: timedelta | None = None  # of the record
 
     @property
     def row(self) -> str:
@@ -47,19 +56,21 @@ class Square:
 
     @property
     def passed(self) -> tuple[int, int]:
-        """How many checks passed, of how many."""
-        own = [judged.check for judged in self.checks if judged.check.id != "<cell>"]
-        return sum(check.status is Status.PASS for check in own), len(own)
+        return passed(self.checks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A run: its squares in the plan's order, the targets that could not be planned, what is known of the others."""
+    """A run: its squares in the plan's order, the targets that could not be planned, what is known of the others.
+
+    `elsewhere`: how many cells of the plan are left to other runs. They are no squares, and decide nothing here.
+    """
 
     run: str
     squares: tuple[Square, ...]
     not_runnable: tuple[str, ...] = ()
     targets: tuple[TargetFacts, ...] = ()
+    elsewhere: int = 0
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -75,9 +86,16 @@ class Matrix:
 
     @property
     def green(self) -> bool:
-        """Whether every cell ran and nothing was unexpected. A run in which nothing ran is never green."""
+        """Whether every cell has its record and nothing was unexpected. A run in which nothing ran is never green; of
+        one that is part of another, all cells may be NA."""
         verdicts = [square.verdict for square in self.squares]
-        return bool(verdicts) and not any(v in UNEXPECTED or v is Verdict.UNKNOWN for v in verdicts)
+        enough = self.tried or bool(verdicts and self.elsewhere)
+        return enough and not any(v in UNEXPECTED or v is Verdict.UNKNOWN for v in verdicts)
+
+    @property
+    def tried(self) -> bool:
+        """Whether anything was asked of any version: that a feature does not exist (NA) is no answer."""
+        return any(square.status not in _NO_ANSWER for square in self.squares)
 
     def pivot(self) -> pd.DataFrame:
         """Versions by scenarios: one row a target and device, one column a scenario, the squares inside."""
@@ -103,10 +121,13 @@ def build_matrix(
     max_age: timedelta,
     not_runnable: Sequence[str] = (),
     targets: Sequence[TargetFacts] = (),
+    elsewhere: int = 0,
 ) -> Matrix:
-    """The Matrix of the planned cells. Raises ConfigurationError where expectations contradict each other."""
+    """The Matrix of a run's own cells. Raises ConfigurationError where expectations contradict each other."""
     squares = tuple(_square(cell, records.get(cell.id), expectations, now, max_age) for cell in cells)
-    return Matrix(run=run, squares=squares, not_runnable=tuple(not_runnable), targets=tuple(targets))
+    return Matrix(
+        run=run, squares=squares, not_runnable=tuple(not_runnable), targets=tuple(targets), elsewhere=elsewhere
+    )
 
 
 def _square(
@@ -114,8 +135,7 @@ def _square(
 ) -> Square:
     if record is None:
         return Square(cell=cell, status=NOTRUN, verdict=Verdict.UNKNOWN)
-    axes = axes_of(record)
-    checks = tuple(_judged(check, cell.question, axes, expectations) for check in record.checks)
+    checks = judged_checks(record, cell.question, expectations)
     stale = now - record.started > max_age
     return Square(
         cell=cell,
@@ -124,7 +144,15 @@ def _square(
         checks=checks,
         record=record,
         stale=stale,
+        age=now - record.started,
     )
+
+
+def judged_checks(record: Record, question: str, expectations: Sequence[Expectation]) -> tuple[JudgedCheck, ...]:
+    """The checks of a record, judged. Raises ConfigurationError where expectations contradict each other."""
+    axes = axes_of(record)
+    own = about(expectations, question, axes)
+    return tuple(_judged(check, question, axes, own) for check in record.checks)
 
 
 def _judged(

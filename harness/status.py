@@ -22,6 +22,8 @@ class Status(StrEnum):
 
 NOTRUN = "NOTRUN"  # planned, never started or interrupted: a state of the matrix, never of a record
 
+RED = frozenset({Status.FAIL, Status.CRASH, Status.OOM, Status.TIMEOUT, Status.ERROR})  # ran, and did not pass
+
 NEVER_REUSED = frozenset({Status.MISS, Status.TIMEOUT})
 
 
@@ -39,11 +41,13 @@ class Verdict(StrEnum):
 UNEXPECTED = frozenset({Verdict.REGRESSION, Verdict.FIXED})
 
 
+_STATUSES = {status: number for number, status in enumerate(Status)}
+_VERDICTS = {verdict: number for number, verdict in enumerate(Verdict)}
+
+
 def worst_status(statuses: Iterable[Status]) -> Status:
-    order = list(Status)
-    return min(statuses, key=order.index)
+    return min(statuses, key=_STATUSES.__getitem__)
 
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
-    order = list(Verdict)
-    return min(verdicts, key=order.index)
+    return min(verdicts, key=_VERDICTS.__getitem__)

@@ -10,11 +10,12 @@ import pytest
 
 from harness.errors import ConfigurationError
 from harness.events import ErrorInfo
-from harness.expectations import Expectation, load_expectations, verdict
+from harness.expectations import Expectation, axes_of, fits, load_expectations, verdict
 from harness.plan import expand
 from harness.records import CheckRecord
 from harness.spec import MatrixSpec, load_spec
 from harness.status import Status, Verdict
+from tests.browser import sample
 from tests.conftest import ROOT
 
 TODAY = date(2026, 11, 30)
@@ -122,6 +123,85 @@ def test_entries_that_contradict_are_refused_before_anything_runs(tmp_path: Path
     with pytest.raises(ConfigurationError, match=r"expect\[1\].* contradicts expect\[0\]"):
         load(tmp_path, spec, ENTRY + other)
     load(tmp_path, spec, ENTRY + other.replace('vllm = "<0.9"', 'vllm = ">=0.9"'))
+
+
+OTHER = ENTRY.partition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "idle"),
+    [
+        ("", "", 1),  # the same again
+        ("mixed_batch", "mixed*", 0),
+        ("multimodal_rollout*", "*", 0),
+        ('vllm = "<0.9", ', "", 0),  # there is but 0.8.5 and 0.10.0 here
+        ('vllm = "<0.9"', 'vllm = "<0.9", torch = ">=2.6"', 1),
+        ('"multimodal_rollout*"', '"multimodal_rollout[model=qwen2_vl]"', 1),
+        ("V0 cannot mix", "Another reason: it cannot mix", 1),
+    ],
+)
+def test_an_entry_that_another_one_leaves_nothing_is_refused(
+    tmp_path: Path, spec: MatrixSpec, old: str, new: str, idle: int
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"expect\[{idle}\].* decides nothing: expect\[{1 - idle}\] covers"):
+        load(tmp_path, spec, ENTRY + OTHER.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("mixed_batch", "text"),
+        ("mixed_batch", "m?xed"),
+        ('vllm = "<0.9"', 'vllm = ">=0.9"'),
+        ('vllm = "<0.9", device = "cpu"', 'vllm = ">=0.9"'),
+        ("multimodal_rollout*", "cold_start*"),
+    ],
+)
+def test_entries_that_both_have_something_to_decide_are_not(
+    tmp_path: Path, spec: MatrixSpec, old: str, new: str
+) -> None:
+    assert len(load(tmp_path, spec, ENTRY + OTHER.replace(old, new))) == 2
+
+
+def test_two_conditions_over_what_was_found_may_both_be_needed(tmp_path: Path, spec: MatrixSpec) -> None:
+    two = [text.replace('vllm = "<0.9"', f'torch = "{torch}"') for text, torch in ((ENTRY, "<2.6"), (OTHER, ">=2.6"))]
+    assert len(load(tmp_path, spec, "".join(two))) == 2
+
+
+def test_a_question_mark_covers_no_star(tmp_path: Path, spec: MatrixSpec) -> None:
+    wide, narrow = ENTRY.replace("mixed_batch", "mixed?*"), OTHER.replace("mixed_batch", "mixed*")
+    with pytest.raises(ConfigurationError, match=r"expect\[0\].* decides nothing: expect\[1\]"):
+        load(tmp_path, spec, wide + narrow)
+
+
+def test_a_python_is_the_one_that_ran(tmp_path: Path, spec: MatrixSpec) -> None:
+    """Without a container it may be another one than any target's own, so that no cell of matrix.toml tells."""
+    (found,) = load(tmp_path, spec, ENTRY.replace('vllm = "<0.9"', 'python = ">=3.12"'))
+    of = next(of for of in sample.cells() if of.vllm == "0.8.5")
+    record = sample.record(of, sample.passed("a"))
+    for python, holds in (("3.12.3", True), ("3.13.0+", True), ("3.11.2", False)):
+        other = record.model_copy(update={"python": "3.11", "axes": {**record.axes, "python": python}})
+        assert fits(found, "multimodal_rollout[model=qwen2_vl]", "mixed_batch", axes_of(other)) is holds
+    silent = record.model_copy(update={"python": "3.12", "axes": {}})
+    assert axes_of(silent)["python"] == "3.12", "what never spoke has the one that it was planned with"
+
+
+@pytest.mark.parametrize(
+    ("reason", "wanted", "same"),
+    [
+        ("signal: SIGSEGV", "signal", True),
+        ("signal: SIGSEGV", "signal: SIGSEGV", True),
+        ("signal: SIGSEGV", "signal: SIG", False),
+        ("signal: SIGSEGV", "sig", False),
+        ("not-reached: signal: SIGSEGV", "signal: SIGSEGV", True),
+        ("not-reached: signal: SIGKILL", "signal: SIGSEGV", False),
+        ("ids-differ", "ids-differ", True),
+    ],
+)
+def test_a_reason_is_a_code_or_more_of_it(reason: str, wanted: str, same: bool) -> None:
+    known = entry(status=("CRASH",), match={"reason": wanted})
+    found = CheckRecord(id="a", status=Status.CRASH, reason=reason)
+    assert verdict(found, "s", AXES, [known])[0] is (Verdict.EXPECTED if same else Verdict.REGRESSION)
 
 
 def test_a_file_that_is_named_has_to_be_there(tmp_path: Path, spec: MatrixSpec) -> None:

@@ -1,15 +1,15 @@
-"""What is not simply ok, grouped by cause: "37 checks, 2 causes". Pure."""
+"""What is not simply ok, grouped by cause: "37 red checks in 12 cells, 2 causes". Pure."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.expectations import Expectation
+from harness.fingerprint import fingerprints
 from harness.matrix import JudgedCheck, Square
-from harness.status import NOTRUN, Verdict, worst_status, worst_verdict
-from harness.views.text import cause
+from harness.status import NOTRUN, Status, Verdict, worst_status, worst_verdict
+from harness.views.text import cause, many
 
 MEANING = {
     Verdict.OK: "passed, as expected",
@@ -19,6 +19,8 @@ MEANING = {
     Verdict.REGRESSION: "worse than expected, or for another cause than expected",
     Verdict.UNKNOWN: "did not run, or is too old to count",
 }
+
+RED = frozenset({Status.FAIL, Status.CRASH, Status.OOM, Status.TIMEOUT, Status.ERROR})
 
 ABSENT = "Planned, but there is no record: it was never started, or interrupted"
 
@@ -41,8 +43,10 @@ class Affected:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """What several checks have in common: exception type and message, or reason, without the numbers in them."""
+    """What several checks have in common: their fingerprint, or what is otherwise to be said of them. `title` is of the
+    first of them, with its numbers."""
 
+    key: str
     title: str
     verdict: Verdict
     affected: tuple[Affected, ...]
@@ -84,6 +88,7 @@ def _cause(remarks: Sequence[_Remark]) -> Cause:
         if remark.judged is not None:
             checks[remark.square.cell.id].append(remark.judged)
     return Cause(
+        key=remarks[0].key,
         title=remarks[0].title,
         verdict=worst_verdict(remark.verdict for remark in remarks),
         affected=tuple(Affected(square=square, checks=tuple(checks[cell])) for cell, square in squares.items()),
@@ -95,27 +100,31 @@ def _remarks(square: Square) -> Iterator[_Remark]:
         yield _Remark(key=NOTRUN, title=ABSENT, verdict=Verdict.UNKNOWN, square=square)
     elif square.stale:
         yield _Remark(key="STALE", title="Too old to count", verdict=Verdict.UNKNOWN, square=square)
-    for judged in square.checks:
+    for judged, key in zip(square.checks, fingerprints([it.check for it in square.checks]), strict=True):
         if judged.verdict is not Verdict.OK:
-            title, key = _title(judged)
-            yield _Remark(key=key, title=title, verdict=judged.verdict, square=square, judged=judged)
+            yield _remark(square, judged, key)
 
 
-def _title(judged: JudgedCheck) -> tuple[str, str]:
-    """The cause in one line, and its key. What a check never reached has the cause of what kept it from it."""
-    said = cause(judged).removeprefix("not-reached: ")
-    if said and judged.verdict is not Verdict.FIXED:
-        return said, signature(said)
-    plain = f"{judged.check.status}: {MEANING[judged.verdict]}"
-    return plain, f"{plain} {judged.expectation.reason if judged.expectation else ''}"
+def _remark(square: Square, judged: JudgedCheck, key: str) -> _Remark:
+    """The cause in one line. What a check never reached has the cause of what kept it from it."""
+    title = cause(judged).removeprefix("not-reached: ")
+    if not title or judged.verdict is Verdict.FIXED:
+        title = f"{judged.check.status}: {MEANING[judged.verdict]}"
+        key = f"{title} {judged.expectation.reason if judged.expectation else ''}"
+    return _Remark(key=key, title=title, verdict=judged.verdict, square=square, judged=judged)
 
 
-_VARYING = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-f]{12,}\b|\d+(?:\.\d+)?")
+def tally(found: Iterable[Cause]) -> str:
+    """`37 red checks in 12 cells, 2 causes`; empty where nothing is red, whether it was known or not."""
+    red = [(one.key, some.square.cell.id, judged.check.id) for one in found for some, judged in _red(one)]
+    if not red:
+        return ""
+    keys, cells = {key for key, _, _ in red}, {cell for _, cell, _ in red}
+    return f"{many(len(red), 'red check')} in {many(len(cells), 'cell')}, {many(len(keys), 'cause')}"
 
 
-def signature(text: str) -> str:
-    """Equal for texts that differ in numbers, addresses and hashes only."""
-    return _VARYING.sub("#", " ".join(text.split()))[:300]
+def _red(found: Cause) -> Iterator[tuple[Affected, JudgedCheck]]:
+    return ((some, judged) for some in found.affected for judged in some.checks if judged.check.status in RED)
 
 
 def distinct(expectations: Iterable[Expectation | None]) -> tuple[Expectation, ...]:

@@ -19,16 +19,17 @@ from urllib.parse import urlsplit
 from harness import events as ev
 from harness.cells import slug
 from harness.expectations import Expectation
+from harness.fingerprint import fingerprint
 from harness.judge import CELL
 from harness.matrix import JudgedCheck, Matrix, Square
 from harness.records import PropertyValue, Record
 from harness.status import UNEXPECTED, Status, Verdict
-from harness.views.causes import ABSENT, MEANING, Cause, causes, distinct, signature
+from harness.views.causes import ABSENT, MEANING, Cause, causes, distinct, tally
 from harness.views.ending import Standing, ending, standings
 from harness.views.material import Excerpt, Material, attempt_path
 from harness.views.stacks import Stack, shown
 from harness.views.targets import change_text, changes, identity, places, traits, troubles, words
-from harness.views.text import cause, cut, duration, many, size
+from harness.views.text import cause, cut, duration, many, nth, size
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -136,10 +137,10 @@ def detail(square: Square, matrix: Matrix, material: Material) -> Detail:
 
 
 def lines(checks: Sequence[JudgedCheck]) -> tuple[Line, ...]:
-    shown: dict[str, str] = {}  # signature → the check whose traceback is shown
+    shown: dict[str, str] = {}  # fingerprint → the check whose traceback is shown
     found = []
     for judged in checks:
-        text, key = cause(judged), signature(cause(judged))
+        text, key = cause(judged), fingerprint(judged.check)
         error = judged.check.error
         if error is None or not error.traceback:
             found.append(Line(judged=judged, cause=text))
@@ -181,8 +182,10 @@ def why_not_green(matrix: Matrix) -> tuple[str, ...]:
     if not matrix.squares:
         return ("Nothing was planned, so nothing ran.",)
     counts = Counter(square.verdict for square in matrix.squares)
-    bad = [verdict for verdict in Verdict if verdict in UNEXPECTED or verdict is Verdict.UNKNOWN]
-    return tuple(f"{v.capitalize()} in {many(counts[v], 'cell')}: {MEANING[v]}." for v in bad if counts[v])
+    bad = [verdict for verdict in Verdict if counts[verdict] and (verdict in UNEXPECTED or verdict is Verdict.UNKNOWN)]
+    if not bad and not matrix.green:
+        return ("Nothing was asked of any version: no cell exists in its target.",)
+    return tuple(f"{v.capitalize()} in {many(counts[v], 'cell')}: {MEANING[v]}." for v in bad)
 
 
 def started(run: str) -> datetime | None:
@@ -261,7 +264,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (many, duration, age, size, quantity, fact, cut, web, slug, change_text, identity, places, words)
+    filters = (many, nth, duration, age, size, quantity, fact, cut, web, slug, change_text, identity, places, words)
     environment.filters |= {word.__name__: word for word in filters} | {"code": _code, "attempt": attempt_path}
     environment.globals |= {"MEANING": MEANING, "NEXT": NEXT, "Verdict": Verdict, "Status": Status}
     environment.globals |= {"ABSENT": ABSENT, "CELL": CELL, "ROWS": ROWS}
@@ -293,6 +296,7 @@ def html(matrix: Matrix, material: Material, now: datetime) -> str:
         heads=heads(matrix),
         rows=rows(matrix),
         causes=found,
+        tally=tally(found),
         affected=len({some.square.cell.id for one in found for some in one.affected}),
         details=[detail(square, matrix, material) for square in matrix.squares],
         style=style,

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.events import clean
+from harness.fingerprint import fingerprints
 from harness.matrix import JudgedCheck, Matrix, Square
 from harness.plan import Planned
 from harness.targets import TargetFacts
+from harness.views.causes import Cause, causes
 
 
 def to_json(matrix: Matrix) -> str:
@@ -25,7 +27,9 @@ def document(matrix: Matrix) -> dict[str, Any]:
         "rows": list(matrix.rows),
         "columns": list(matrix.columns),
         "not_runnable": list(matrix.not_runnable),
+        "elsewhere": matrix.elsewhere,
         "cells": [_square(square) for square in matrix.squares],
+        "causes": [_cause(cause) for cause in causes(matrix.squares)],
         "targets": [_target(facts) for facts in matrix.targets],
     }
 
@@ -61,11 +65,22 @@ def _square(square: Square) -> dict[str, Any]:
         "verdict": square.verdict,
         "stale": square.stale,
         **{key: value for key, value in known.items() if value is not None},
-        "checks": [_check(judged) for judged in square.checks],
+        "checks": [
+            _check(judged, said)
+            for judged, said in zip(square.checks, fingerprints([it.check for it in square.checks]), strict=True)
+        ],
     }
 
 
-def _check(judged: JudgedCheck) -> dict[str, Any]:
+def _cause(cause: Cause) -> dict[str, Any]:
+    cells = [
+        {"cell": affected.square.cell.id, "checks": [judged.check.id for judged in affected.checks]}
+        for affected in cause.affected
+    ]
+    return {"key": cause.key, "title": cause.title, "verdict": cause.verdict, "cells": cells}
+
+
+def _check(judged: JudgedCheck, said: str) -> dict[str, Any]:
     check, expectation = judged.check, judged.expectation
     error = {"type": check.error.type, "message": check.error.message} if check.error else None
     expected = {"reason": expectation.reason, "link": expectation.link} if expectation else None
@@ -76,6 +91,7 @@ def _check(judged: JudgedCheck) -> dict[str, Any]:
         "reason": check.reason,
         "seconds": check.seconds,
         "error": error,
+        "fingerprint": said or None,
         "expectation": expected,
     }
     return {key: value for key, value in fields.items() if value is not None}

@@ -9,7 +9,7 @@ from harness.events import clean
 from harness.matrix import Matrix, Square
 from harness.status import Verdict
 from harness.targets import TargetFacts
-from harness.views.causes import Cause, causes
+from harness.views.causes import Cause, causes, tally
 from harness.views.ending import ending, standings
 from harness.views.material import Material
 from harness.views.stacks import FOLDER, Stack, shown
@@ -43,7 +43,9 @@ def _table(matrix: Matrix) -> list[str]:
 
 
 def _remarks(matrix: Matrix) -> list[str]:
-    lines = [line for cause in causes(matrix.squares) for line in _cause(cause)]
+    found = causes(matrix.squares)
+    said = tally(found)
+    lines = [*([f"{said}.", ""] if said else []), *(line for cause in found for line in _cause(cause))]
     return ["", "## Not simply ok, by cause", "", *lines] if lines else []
 
 

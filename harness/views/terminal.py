@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -21,7 +22,7 @@ from harness.records import Record
 from harness.status import Status, Verdict
 from harness.tail import Live
 from harness.targets import TargetFacts
-from harness.views.causes import Cause, causes
+from harness.views.causes import Cause, causes, tally
 from harness.views.ending import ending
 from harness.views.stacks import Stack
 from harness.views.terminal_ending import ranks_detail, stacks_detail
@@ -128,10 +129,23 @@ def _square(value: object) -> Text:
 def report(matrix: Matrix) -> RenderableType:
     """The targets, the table, the counts, and what is not simply ok by cause: what matters most stands last."""
     parts: list[RenderableType] = [*targets_report(matrix), MatrixTable(matrix), Text(summary(matrix))]
-    parts += [_cause(found) for found in causes(matrix.squares)]
+    found = causes(matrix.squares)
+    if said := tally(found):
+        parts.append(Text(said))
+    parts += [_cause(one) for one in found]
+    if matrix.elsewhere:
+        parts.append(Text("`vllm-matrix merge` makes one table of this run and those of the other cells", "dim"))
     if matrix.not_runnable:
         parts.append(Text(f"not in the table, for want of a lock: {', '.join(matrix.not_runnable)}", "dim"))
     return Group(*parts)
+
+
+def print_outcome(console: Console, matrix: Matrix, folder: Path) -> None:
+    """The table of a run, and where its files are."""
+    console.print(report(matrix))
+    console.print(f"table: {folder / 'matrix.md'}", highlight=False, soft_wrap=True)
+    console.print(f"       {folder / 'matrix.json'}", highlight=False, soft_wrap=True)
+    console.print(f"page:  {folder / 'matrix.html'}", highlight=False, soft_wrap=True)
 
 
 def _cause(found: Cause) -> Text:

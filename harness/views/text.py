@@ -28,19 +28,20 @@ def square_text(square: Square) -> str:
     if square.verdict not in (Verdict.OK, Verdict.UNKNOWN):
         parts.append(square.verdict)
     if square.stale:
-        parts.append("STALE")
+        parts.append("STALE" + (f" {square.age.days} d" if square.age else ""))
     if square.record and square.record.attempt > 1:
-        parts.append(f"attempt {square.record.attempt}")
+        parts.append(f"{nth(square.record.attempt)} attempt")  # the ones before were a MISS, or cut short
     if square.record and square.record.backend == "local":
         parts.append("local")  # no container: its limits and its isolation were not there
     return " ".join(parts)
 
 
 def summary(matrix: Matrix) -> str:
-    """`4 cells: 2 ok, 2 expected`"""
+    """`4 cells: 2 ok, 2 expected`, `5 cells: 5 ok; 15 more cells elsewhere`"""
     counts = Counter(str(square.verdict) for square in matrix.squares)
     cells = f"{len(matrix.squares)} cell{'s' if len(matrix.squares) != 1 else ''}"
-    return f"{cells}: " + ", ".join(f"{count} {name}" for name, count in counts.items())
+    rest = f"; {many(matrix.elsewhere, 'more cell')} elsewhere" if matrix.elsewhere else ""
+    return f"{cells}: " + ", ".join(f"{count} {name}" for name, count in counts.items()) + rest
 
 
 def cause(judged: JudgedCheck) -> str:
@@ -50,6 +51,12 @@ def cause(judged: JudgedCheck) -> str:
         first = check.error.message.strip().splitlines()
         return f"{check.error.type}: {first[0] if first else ''}"
     return check.reason or ""
+
+
+def nth(number: int) -> str:
+    """`1st`, `2nd`, `11th`, `22nd`"""
+    suffix = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else suffix}"
 
 
 def many(count: int, noun: str, plural: str = "") -> str:
