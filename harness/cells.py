@@ -83,7 +83,7 @@ def cell_question(scenario: str, params: Mapping[str, str]) -> str:
     return f"{scenario}[{inside}]" if inside else scenario
 
 
-_SLUG = {"@": "--", "/": "__", "[": "..", "]": "", ",": ".-", "=": "-_"}
+_SLUG = str.maketrans({"@": "--", "/": "__", "[": "..", "]": "", ",": ".-", "=": "-_"})
 
 
 def slug(cell_id: str) -> str:
@@ -92,7 +92,7 @@ def slug(cell_id: str) -> str:
     Injective: in a name punctuation is single and stands between letters or digits (`spec.Name`), so every run of two
     is one separator, and each separator has its own.
     """
-    return "".join(_SLUG.get(char, char) for char in cell_id)
+    return cell_id.translate(_SLUG)
 
 
 def matches(pattern: str, text: str) -> bool:

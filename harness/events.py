@@ -183,7 +183,13 @@ def read_untrusted(path: Path, limit: int, start: int = 0) -> bytes | None:
     except OSError:
         return None
     try:
-        return os.pread(descriptor, limit, start) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        seen = os.fstat(descriptor)
+        # never more than is there: a buffer of the limit's size costs more than most files
+        return (
+            os.pread(descriptor, min(limit, max(0, seen.st_size - start)), start)
+            if stat.S_ISREG(seen.st_mode)
+            else None
+        )
     finally:
         os.close(descriptor)
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from harness.cells import Deadlines, Selection
 from harness.errors import BuildError
 from harness.images import BuiltImage, Image
 from harness.matrix import Square
+from harness.plan import Planned
 from harness.project import Project, build_options, load_project, make_plan
 from harness.records import ExitState, Record, records_of
 from harness.resume import backend_of, rest_of
@@ -34,6 +35,10 @@ from tests.scripted import RefusingBackend, Script, ScriptedBackend
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    return make_project(tmp_path, monkeypatch)
+
+
+def make_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     (tmp_path / "matrix.toml").write_text(SPEC)
     for target in ("vllm-0.8.5", "vllm-0.10.0"):
         folder = tmp_path / "docker" / target
@@ -72,7 +77,18 @@ def go(
         plan = make_plan(project, select or Selection(), None, fresh, options)
     if deadlines:
         plan = tuple(replace(p, cell=replace(p.cell, deadlines=deadlines)) for p in plan)
-    progress = Progress(Console(quiet=True))
+    return go_with(project, backend, plan, resumed, build, stop)
+
+
+def go_with(
+    project: Project,
+    backend: ScriptedBackend,
+    plan: Sequence[Planned],
+    resumed: Path | None = None,
+    build: Build = builds,
+    stop: Stop | None = None,
+) -> Outcome:
+    options, progress = build_options(project), Progress(Console(quiet=True))
     tools = Tools(backend=backend, build=build, options=options, progress=progress, engine="none", stop=stop or Stop())
     return execute(project, plan, tools, resumed)
 
