@@ -67,7 +67,7 @@ def cycle(ask: Asker, cell: Cell, engines: Engines, events: Events) -> Iterator[
             ask.same("text", "one_image")
     except Exception as exc:  # the check has spoken already; that its engine is beyond repair is a fact beside it
         events.property("engine.beyond_repair", f"{type(exc).__name__}: {exc}")
-        engines.close()
+        engines.give_up()
 
 
 @pytest.fixture

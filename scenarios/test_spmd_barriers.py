@@ -58,9 +58,11 @@ def test_starts(ranks: Ranks, cell: Cell) -> None:
         raise OracleError("dtype", f"asked for {cell.dtype}, got {each(dtypes)}")
 
 
-def test_kv_blocks(ranks: Ranks) -> None:
+def test_kv_blocks(ranks: Ranks, cell: Cell) -> None:
+    """Alike on all ranks of one engine. Engines of their own measure each its memory (H200: 4 apart of 1.7 million)."""
     blocks = {rank: found["facts"].get("engine.kv_blocks") for rank, found in ranks.wait("start").items()}
-    agree("KV blocks", blocks)
+    if cell.params["layout"].startswith("tp"):
+        agree("KV blocks", blocks)
     if not all(blocks.values()):
         raise OracleError("no-kv-blocks", each(blocks))
 

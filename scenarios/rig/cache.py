@@ -12,11 +12,10 @@ from typing import Any, Callable, Mapping
 
 from rig import probe, worker
 from rig.cell import Cell
-from rig.engine import Engine
+from rig.engine import Engine, in_worker
 from rig.events import writer
 from rig.outcomes import NotAvailable
 
-WORKER_PATHS = tuple(f"{path}.driver_worker{inner}" for path in probe.EXECUTOR_PATHS for inner in (".worker", ""))
 TAGS = ("weights", "kv_cache")
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -115,16 +114,6 @@ class Cycle:
             raise NotAvailable(reason, capability)
 
 
-def in_worker(llm: Any, function: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """(path taken, result) of a function of ``rig.worker``: directly where the worker is in this process."""
-    found = probe.walk(llm, *WORKER_PATHS)
-    if found:
-        return found[0], function(found[1], *args)
-    if "worker_extension_cls" not in probe.engine_options():
-        raise NotAvailable("no way into the worker", f"{', '.join(WORKER_PATHS)}; worker_extension_cls")
-    return "collective_rpc", llm.collective_rpc(f"rig_{function.__name__}", args=args)[0]
-
-
 def options(cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
     """Engine options of a scenario that looks at caches; asks the vLLM that is installed, so import it before.
 
@@ -133,8 +122,6 @@ def options(cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
     hurdle = no_prefix_caching(cell.device)
     writer().property("cache.prefixes", hurdle or "on", check=None)
     wanted: dict[str, Any] = {"enable_prefix_caching": hurdle is None}
-    if "worker_extension_cls" in probe.engine_options():
-        wanted["worker_extension_cls"] = "rig.worker.Extension"
     if cell.device == "cuda":
         wanted["num_gpu_blocks_override"] = GIB // (16 * token_bytes(config, cell.dtype))
     return wanted

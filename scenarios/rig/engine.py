@@ -6,6 +6,7 @@ version under test raises leaves the adapter unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -13,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence, TypeVar
 
-from rig import probe
+from rig import probe, worker
 from rig.completion import Outputs, completions
 from rig.events import writer
 from rig.outcomes import NotAvailable
@@ -25,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 32,
     "enable_prefix_caching": False,
     "disable_log_stats": True,
+    "worker_extension_cls": "rig.worker.Extension",  # the way into workers of another process, as verl has it
 }
 # Text models refuse it (0.6.3, 0.7.3: "limit_mm_per_prompt is only supported for multimodal models"); V0's own
 # default is one image a prompt (verl#805).
@@ -41,6 +43,8 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB; 4 by default
+
+WORKER_PATHS = tuple(f"{path}.driver_worker{inner}" for path in probe.EXECUTOR_PATHS for inner in (".worker", ""))
 
 T = TypeVar("T")
 
@@ -68,7 +72,7 @@ class Engine:
             require_sleep_mode(model_dir)
         with self._events.phase("init"):
             self._llm = self._vllm["LLM"](model=str(model_dir), **kwargs)
-        facts = probe.engine_facts(self._llm)
+        facts = _facts(self._llm)
         self._properties.update(facts)
         self._say(facts)
         self.alive = True
@@ -187,6 +191,29 @@ def require_sleep_mode(model_dir: Path) -> None:
         if said is None:
             raise
         raise NotAvailable(said[0], "EngineArgs(enable_sleep_mode=True).create_model_config()") from exc
+
+
+def in_worker(llm: Any, function: Callable[..., Any], *args: Any) -> tuple[str, Any]:
+    """(path taken, result) of a function of ``rig.worker``: directly where the worker is in this process."""
+    found = probe.walk(llm, *WORKER_PATHS)
+    if found:
+        return found[0], function(found[1], *args)
+    client = probe.walk(llm, "llm_engine.engine_core")
+    if client and not probe.walk(llm, *probe.EXECUTOR_PATHS) and not hasattr(client[1], "collective_rpc"):
+        # 0.8.2, whose LLM.collective_rpc raises AttributeError
+        raise NotAvailable("V1's core is a process of its own without collective_rpc", client[0])
+    if "worker_extension_cls" not in probe.engine_options():
+        raise NotAvailable("no way into the worker", f"{', '.join(WORKER_PATHS)}; worker_extension_cls")
+    return "collective_rpc", llm.collective_rpc(f"rig_{function.__name__}", args=args)[0]
+
+
+def _facts(llm: Any) -> dict[str, Any]:
+    """What the engine turned out to be. A front end may not be told how many blocks its core made (0.8.5's V1)."""
+    facts: dict[str, Any] = probe.engine_facts(llm)
+    if "engine.kv_blocks" not in facts:
+        with contextlib.suppress(NotAvailable):
+            facts["engine.kv_blocks"] = in_worker(llm, worker.facts)[1]["blocks"]
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def is_dead(engine: Any, exc: BaseException) -> bool:

@@ -25,6 +25,7 @@ class Engines:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._failure: tuple[BaseException, TracebackType | None] | None = None
+        self.spent = False  # this process can have no further engine
 
     def get(self, cell: Cell, options: Mapping[str, Any] | None = None) -> Engine:
         """A living engine, started with ``options`` on top of the cell's.
@@ -49,6 +50,16 @@ class Engines:
         except Exception as exc:
             rig_events.writer().property("engine.close.error", f"{type(exc).__name__}: {exc}", check=None)
 
+    def give_up(self) -> None:
+        """The same for an engine beyond repair. Where it slept in this process, no second one may follow in it.
+
+        "Sleep mode can only be used for one instance per process." (0.8.2's AssertionError; cumem.py has one allocator)
+        """
+        facts = self._engine.properties() if self._engine is not None else {}
+        own = facts.get("engine.layout") in ("in-process", "InprocClient")
+        self.spent = own and "enable_sleep_mode=True" in facts.get("engine.options", ())
+        self.close()
+
     def _start(self, cell: Cell, options: Mapping[str, Any]) -> Engine:
         from rig.engine import Engine
 
@@ -65,6 +76,11 @@ _engines = Engines()
 def close_engine() -> None:
     """When all checks have ended, not in the last check's teardown: closing is not what that check asked about."""
     _engines.close()
+
+
+def is_spent() -> bool:
+    """Whether this process can have no further engine, and the checks that are left need a fresh one."""
+    return _engines.spent
 
 
 def refuse(check: str) -> None:

@@ -24,8 +24,9 @@ from rig.outcomes import NotAvailable, Skipped
 REAP_SECONDS = 10.0
 SWEEP_SECONDS = 10.0
 
-# How a worker ends that leaves the checks after it to a fresh one.
-FAULT_CODE = 93
+# How a worker ends that leaves the checks after it to a fresh one: its device failed, or it can have no further engine.
+FAULT_CODE, SPENT_CODE = 93, 94
+_REPLACED = {FAULT_CODE: errors.DEVICE_FAULT, SPENT_CODE: "engine-spent"}
 
 
 def check_id(nodeid: str) -> str:
@@ -120,7 +121,9 @@ class Checks:
             self.writer.property("device.fault", str(self.raised) or type(self.raised).__name__)
         self.writer.emit("end", check=self.writer.check, **fields)
         if fault and self.replaceable:
-            _leave()
+            _leave(FAULT_CODE)
+        if fixtures.is_spent() and self.replaceable:
+            _leave(SPENT_CODE)
         if fault:
             self.faulted = self.writer.check
         self.writer.check = self.raised = self.skipped = None
@@ -168,11 +171,12 @@ class Workers:
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         if error and error != "keyboard-interrupt":  # that one has stopped and lives
             code = _returncode(node.gateway._io.popen)
-            if code == FAULT_CODE:
-                self.writer.property("worker.replaced", errors.DEVICE_FAULT, check=self.latest)
+            why = _REPLACED.get(code)
+            if why is not None:
+                self.writer.property("worker.replaced", why, check=self.latest)
             else:
                 self.writer.emit("down", returncode=code, check=self.running)
-            self._sweep(self.latest if code == FAULT_CODE else self.running)
+            self._sweep(self.running if why is None else self.latest)
             self.running = None
 
     def _sweep(self, check: str | None) -> None:
@@ -215,12 +219,12 @@ def _is_replaceable(config: pytest.Config) -> bool:
     return number.isdecimal() and int(number) < int(config.option.maxworkerrestart or 0)
 
 
-def _leave() -> None:
+def _leave(code: int) -> None:
     """End this process within the check, so that xdist takes that one for lost, and no other."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(FAULT_CODE)
+    os._exit(code)
 
 
 def _keep_pipes_from_forks(config: pytest.Config) -> None:

@@ -16,6 +16,17 @@ from tests.rig.run import FAKES, SUITE
 sys.path.insert(0, str(SUITE))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """NotAvailable is a skip to pytest, and here a failure: a test that expects it catches it."""
+    from rig.outcomes import NotAvailable
+
+    try:
+        return (yield)
+    except NotAvailable as exc:
+        raise AssertionError(f"NotAvailable: {exc.msg}") from exc
+
+
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
     """A suite with the real rig and no scenario."""

@@ -76,6 +76,15 @@ def test_a_sound_v1_passes(tmp_path: Path, reference: Path) -> None:
     assert "no cache_engine" in ran.ends["drop_frees[worker]"]["reason"]
 
 
+def test_a_core_that_nobody_can_reach_into_is_na_where_that_is_needed(tmp_path: Path, reference: Path) -> None:
+    """0.8.2 in a process of its own: it sleeps and answers, and takes no weights."""
+    ran = cycles(tmp_path, reference, "plain", {**V1, "rpc": False})
+    assert red(ran) == {}
+    assert ran.outcomes["cold_start[long]"] == "passed"
+    assert ran.ends["new_weights"]["outcome"] == "na"
+    assert "without collective_rpc (probed: llm_engine.engine_core)" in ran.ends["new_weights"]["reason"]
+
+
 @pytest.mark.parametrize("core", [V0, V1])
 def test_sound_sleep_passes(tmp_path: Path, reference: Path, core: dict[str, Any]) -> None:
     ran = cycles(tmp_path, reference, "sleep", core)
@@ -144,6 +153,19 @@ def test_an_engine_beyond_repair_is_replaced(tmp_path: Path, reference: Path) ->
     assert ran.outcomes["cycles"] == "passed"
 
 
+def test_an_engine_that_slept_in_this_process_is_replaced_in_a_fresh_one(tmp_path: Path, reference: Path) -> None:
+    """Sleep mode is for one engine a process (vLLM 0.8.2 on an H200)."""
+    ran = cycles(tmp_path, reference, "sleep", {**V1, "inproc": True}, "buffers-lost")
+    lost = {check for check in ran.outcomes if "level2_" in check and "without" not in check}
+    assert set(red(ran)) == lost
+    assert set(red(ran).values()) == {"ids-differ"}
+    replaced = properties(ran, "worker.replaced")
+    assert set(replaced.values()) == {"engine-spent"}
+    assert {"sleep_frees[2]"} <= set(replaced) == set(properties(ran, "engine.beyond_repair"))
+    assert ran.of("down") == []
+    assert (ran.code, ran.outcomes["cycles"]) == (0, "passed")
+
+
 def test_weight_sets_that_answer_alike_prove_nothing(tmp_path: Path, reference: Path) -> None:
     import json
 
@@ -164,7 +186,6 @@ def test_a_cache_that_nobody_can_overlook(fake_vllm: Any, out: Path) -> None:
     )
     assert cache.options(cell, tiny.CONFIG) == {
         "enable_prefix_caching": True,
-        "worker_extension_cls": "rig.worker.Extension",
         "num_gpu_blocks_override": 2048,
     }
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rig import probe
+from rig import probe, worker
 from rig.batches import BATCHES
 from rig.completion import completions
-from rig.engine import Engine, resolve
+from rig.engine import Engine, in_worker, resolve
 from rig.outcomes import NotAvailable
 
 from tests.rig.fakes import tiny
-from tests.rig.run import read_events
+from tests.rig.run import SUITE, read_events
 
 GREEDY = {"temperature": 0.0, "max_tokens": 4, "logprobs": 2}
 TEXT = {"prompt": "hello"}
@@ -87,6 +89,7 @@ def test_properties_say_which_path_was_taken(start: Callable[..., Engine], out: 
         "dtype=float32",
         "enable_prefix_caching=False",
         "limit_mm_per_prompt={'image': 4}",
+        "worker_extension_cls=rig.worker.Extension",
     ]
     assert "enforce_eager" in found["engine.options.dropped"]
     events = read_events(out)
@@ -94,6 +97,63 @@ def test_properties_say_which_path_was_taken(start: Callable[..., Engine], out: 
     assert said == found
     phases = [(event["name"], event["state"]) for event in events if event["type"] == "phase"]
     assert phases == [("import", "begin"), ("import", "end"), ("init", "begin"), ("init", "end")]
+
+
+@pytest.mark.parametrize(("inproc", "rpc"), [(True, True), (True, False), (False, True)])
+def test_a_worker_is_reached_directly_or_through_the_core(
+    start: Callable[..., Engine], inproc: bool, rpc: bool
+) -> None:
+    """V1's front end is not told how many blocks its core has made, where that is a process of its own (0.8.5)."""
+    engine = start(core="v1", inproc=inproc, rpc=rpc)
+    assert probe.kv_blocks(engine._llm) == (64 if inproc else None)
+    assert engine.properties()["engine.kv_blocks"] == 64
+    path, facts = engine.drive("inspect", lambda llm: in_worker(llm, worker.facts))
+    assert path == ("llm_engine.model_executor.driver_worker" if inproc else "collective_rpc")
+    assert (facts["class"], facts["blocks"], facts["block_size"]) == ("FakeWorker", 64, 16)
+
+
+def test_a_core_without_collective_rpc_is_not_available_and_its_engine_starts(
+    start: Callable[..., Engine], out: Path
+) -> None:
+    """0.8.2, where LLM.collective_rpc is there and raises."""
+    engine = start(core="v1", rpc=False)
+    assert engine.properties()["cap.collective_rpc"]
+    with pytest.raises(AttributeError, match="model_executor"):
+        engine._llm.collective_rpc("rig_facts")
+    with pytest.raises(NotAvailable, match=r"without collective_rpc \(probed: llm_engine\.engine_core\)"):
+        in_worker(engine._llm, worker.facts)
+    assert "engine.kv_blocks" not in {event["name"] for event in read_events(out) if event["type"] == "property"}
+    assert engine.generate([TEXT], GREEDY)
+
+
+def test_what_the_worker_does_not_know_either_is_left_out(start: Callable[..., Engine]) -> None:
+    engine = start(core="v1", bugs=["blocks-unknown"])
+    assert "engine.kv_blocks" not in engine.properties()
+    assert engine.generate([TEXT], GREEDY)
+
+
+@pytest.mark.parametrize(("core", "blocks"), [("v0", 64), ("v1", None)])
+def test_a_version_without_worker_extensions_gets_none(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, core: str, blocks: int | None
+) -> None:
+    """0.6.3 has its worker in this process; where it lived elsewhere, there would be no way to it."""
+    known = probe.engine_options
+    monkeypatch.setattr(probe, "engine_options", lambda: known() - {"worker_extension_cls"})
+    engine = start(core=core)
+    found = engine.properties()
+    assert "worker_extension_cls" in found["engine.options.dropped"]
+    assert not any(option.startswith("worker_extension_cls") for option in found["engine.options"])
+    assert found.get("engine.kv_blocks") == blocks
+    if core == "v1":
+        with pytest.raises(NotAvailable, match=r"no way into the worker \(probed: .*worker_extension_cls\)"):
+            in_worker(engine._llm, worker.facts)
+
+
+def test_workers_of_vllm_import_next_to_nothing_of_the_rig() -> None:
+    """What each of them, in whichever process, imports by ``worker_extension_cls``."""
+    code = "import sys, rig.worker; print(*sorted(name for name in sys.modules if name.split('.')[0] == 'rig'))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=SUITE, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["rig", "rig.checkpoint", "rig.worker"]
 
 
 def test_an_option_of_the_cell_that_does_not_exist_is_not_available(start: Callable[..., Engine]) -> None:

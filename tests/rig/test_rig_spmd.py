@@ -47,8 +47,7 @@ def test_sound_ranks_pass(tmp_path: Path, reference: Path, layout: str, core: st
     assert bad(ran) == {}
     assert list(ran.outcomes) == ran.of("plan")[0]["checks"]
     unasked = {check for check, outcome in ran.outcomes.items() if outcome != "passed"}
-    lives_elsewhere = {"weights"} if (core, layout) == ("v1", "dp2") else set()
-    assert unasked == {"devices"} | lives_elsewhere
+    assert unasked == {"devices"}
     metrics = {event["name"]: (event["value"], event["unit"]) for event in ran.of("metric")}
     assert metrics["barrier.latency.median"][0] >= 0
     assert {unit for _, unit in metrics.values()} == {"ms"}
@@ -56,12 +55,28 @@ def test_sound_ranks_pass(tmp_path: Path, reference: Path, layout: str, core: st
     assert '"rank":1' in (ran.out / "events.rank1.jsonl").read_text()
 
 
+def test_what_lives_in_another_process_is_na(tmp_path: Path, reference: Path) -> None:
+    """But for the number of blocks, which its worker is asked for."""
+    ran = spmd(tmp_path, reference, core="v1", inproc=False)
+    assert bad(ran) == {}
+    unasked = {check for check, outcome in ran.outcomes.items() if outcome == "na"}
+    assert unasked == {"devices", "weights", "random_state"}
+
+
+@pytest.mark.parametrize(("layout", "red"), [("dp2", {}), ("tp2", {"kv_blocks": "KV blocks: rank 0: 64; rank 1: 63"})])
+def test_only_ranks_of_one_engine_must_have_as_many_blocks(
+    tmp_path: Path, reference: Path, layout: str, red: dict[str, str]
+) -> None:
+    """Engines of their own measure each what memory there is."""
+    ran = spmd(tmp_path, reference, layout, ranks={"1": ["fewer-blocks"]})
+    assert {check: message for check, message in bad(ran).items() if check == "kv_blocks"} == red
+
+
 @pytest.mark.parametrize(
     ("bug", "reddened", "reason", "named"),
     [
         ("drifts", {*COMPARED[1:], *COLD, "sampled"}, "ids-differ", "rank 1: "),
         ("samples-other", {"sampled"}, "ids-differ", "rank 1: "),
-        ("fewer-blocks", {"kv_blocks"}, "ranks-differ", "KV blocks: rank 0: 64; rank 1: 63"),
         ("other-seed", {"random_state"}, "ranks-differ", "state of numpy after start: rank 0: "),
         ("leaves-a-process", {"ends"}, "left-behind", ""),
         ("ends-badly", {"ends"}, "rank-died", "'rank 1': 3"),

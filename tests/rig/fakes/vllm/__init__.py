@@ -1,5 +1,6 @@
 """A scripted vLLM. FAKE_VLLM (JSON) says which: ``core`` (v0, v1), ``inproc``, ``bugs``, ``counter`` (a file).
 
+``rpc``: V1's client has collective_rpc, as in 0.8.5; 0.8.2's has not.
 ``ranks``: further bugs by rank, ``{"1": ["hangs"]}``.
 ``sleep``: its LLM has sleep, tags and reset_prefix_cache; ``sleep_mode``: its platform, then a GPU, has it too.
 """
@@ -24,7 +25,7 @@ from vllm.model_executor.models import registry
 if "does-not-import" in json.loads(os.environ.get("FAKE_VLLM", "{}")).get("bugs", []):
     raise ImportError("libnuma.so.1: cannot open shared object file")
 
-DEFAULT = {"core": "v0", "inproc": False, "bugs": [], "sleep": False, "sleep_mode": False}
+DEFAULT = {"core": "v0", "inproc": False, "rpc": True, "bugs": [], "sleep": False, "sleep_mode": False}
 SCRIPT = {**DEFAULT, **json.loads(os.environ.get("FAKE_VLLM", "{}"))}
 BUGS = SCRIPT["bugs"] + SCRIPT.get("ranks", {}).get(os.environ.get("VLLM_MATRIX_RANK"), [])
 MODEL = SimpleNamespace(dtype="torch.float32", max_model_len=2048)
@@ -98,9 +99,8 @@ class BaseEngine:
 
 
 class V0Engine(BaseEngine):
-    def __init__(self, config, driver):
-        self.cache_config, self.model_config = config, MODEL
-        self.model_executor = SimpleNamespace(shutdown=lambda: None, driver_worker=driver)
+    def __init__(self, config, executor):
+        self.cache_config, self.model_config, self.model_executor = config, MODEL, executor
 
     @property
     def scheduler(self):
@@ -127,15 +127,21 @@ class LLM:
         self._prefixes = {}
         BaseEngine.running = {}
         if SCRIPT["core"] == "v0":
-            self.llm_engine = V0Engine(config, self._worker)
+            self.llm_engine = V0Engine(config, worker.Executor(self._worker))
         else:
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            self.llm_engine = LLMEngine(config, SCRIPT["inproc"])
+            self.llm_engine = LLMEngine(config, worker.Executor(self._worker))
         self.calls = 0
 
     def wake_up(self):
         """Without tags, as in 0.7.3."""
+
+    def collective_rpc(self, method, args=()):
+        """Where V1's client has none, it reaches for the executor, which only an engine in this process has (0.8.2)."""
+        core = getattr(self.llm_engine, "engine_core", None)
+        way = core if hasattr(core, "collective_rpc") else self.llm_engine.model_executor
+        return way.collective_rpc(method, args)
 
     def generate(self, prompts, sampling_params, use_tqdm=True):
         self.calls += 1
@@ -193,8 +199,15 @@ class LLM:
 
 
 class SleepingLLM(LLM):
-    def collective_rpc(self, method, args=()):
-        return [getattr(self._worker, method)(*args)]
+    """The allocator that sleep mode needs is one a process: with the core in it, a second engine has no luck."""
+
+    instances = 0
+
+    def __init__(self, model, **kwargs):
+        super().__init__(model, **kwargs)
+        if self.args.enable_sleep_mode and (SCRIPT["core"] == "v0" or SCRIPT["inproc"]):
+            assert not SleepingLLM.instances, "Sleep mode can only be used for one instance per process."
+            SleepingLLM.instances += 1
 
     def reset_prefix_cache(self):
         if "prefix-not-reset" not in BUGS:

@@ -45,6 +45,8 @@ class Worker:
         self.lost = ""
         self.naps = 0
         self.allocate()
+        if "blocks-unknown" in bugs:
+            self.cache_config.num_gpu_blocks = None
 
     @property
     def weights(self):
@@ -108,6 +110,19 @@ class V0Worker(Worker):
     def usable(self):
         bound = self.layers and self.layers[0].kv_cache[0].pages
         return bool(self.cache_engine or bound) or "lazy" in self.bugs
+
+
+class Executor:
+    """Of one worker, in its own process."""
+
+    def __init__(self, worker):
+        self.driver_worker = worker
+
+    def shutdown(self):
+        pass
+
+    def collective_rpc(self, method, args=()):
+        return [getattr(self.driver_worker, method)(*args)]
 
 
 def make(script, bugs, args, blocks):
