@@ -27,7 +27,7 @@ from harness.builders import Builder, run_build
 from harness.bundles.wheelhouse import Packages
 from harness.dockerfiles import digest
 from harness.errors import BuildError, InfrastructureError
-from harness.images import PROXIES, BuildOptions, BuiltImage, Image, locked
+from harness.images import PROXIES, TIMES, BuildOptions, BuiltImage, Image, locked
 from harness.recipes import VENV, Copy, Install, Run, Step, made_from_source, steps
 from harness.records import write_atomic
 
@@ -100,7 +100,7 @@ def make_environment(
         size = size_told(folder)
         cached = size is not None
         if size is None:
-            _check_space(root)
+            _check_space(root, NEEDED * TIMES[image.device])
             recipe = steps(image.dockerfile, options.docker_dir)
             if made_from_source(recipe):
                 check_headers()
@@ -138,12 +138,12 @@ def _size(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
-def _check_space(root: Path) -> None:
+def _check_space(root: Path, needed: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
-    if free < NEEDED:
+    if free < needed:
         raise InfrastructureError(
-            f"{root} has {free / 1e9:.1f} GB free, and an environment needs {NEEDED / 1e9:.1f} GB",
+            f"{root} has {free / 1e9:.1f} GB free, and an environment needs {needed / 1e9:.1f} GB",
             "Make room there, or set XDG_CACHE_HOME to a folder with more.",
         )
 

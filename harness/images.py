@@ -45,6 +45,7 @@ __all__ = [
 REPOSITORY = "vllm-matrix"
 OCI = "org.opencontainers.image"  # labels whose meaning everybody agrees on
 NEEDED = 10 << 30  # bytes free for one target: an image of 5 GB, and as much again of cached packages
+TIMES = {"cpu": 1, "cuda": 2}  # CUDA's libraries double it
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
 # The first is ours and final; the others are what pip, requests and OpenSSL read.
 CA_VARIABLES = ("VLLM_MATRIX_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT")
@@ -179,7 +180,7 @@ def build(
         found = find_image(client, image.tag)
         cached = found is not None and not options.no_cache
         if not cached:
-            check_space(client)
+            check_space(client, NEEDED * TIMES[image.device])
             _build_base(client, image, builder, options, log, on_line)
             run_build(builder, _arguments(image, options), _environment(options), log, on_line, options.timeout)
             found = find_image(client, image.tag)
