@@ -18,18 +18,25 @@ from rich.console import Console
 from rich.markup import escape
 
 from harness import __version__, inventory, models
+from harness.bundles.cli import app as bundle
 from harness.cells import Selection, matches
+from harness.commands import compare, judging, validating
 from harness.errors import ConfigurationError, InfrastructureError, MatrixError, NothingSelectedError
 from harness.events import clean
 from harness.images import BuildOptions
 from harness.locks import Question, differences, is_current, questions_of, read_lock, resolve
 from harness.matrix import Matrix, Square
+from harness.merged import merge as merge_runs
+from harness.options import AsJson, Config, Devices, Fresh, Profile, Scenarios, Selectors, Targets
+from harness.options import selection as as_selection
 from harness.plan import Planned, not_runnable
+from harness.plan import choose as choose_cells
 from harness.project import Project, build_options, load_project, make_plan
-from harness.records import runs_of, write_atomic
+from harness.records import find_run, write_atomic
 from harness.relaunch import again, latest_evidence
 from harness.resume import backend_of, rest_of
 from harness.run import execute, load_matrix
+from harness.shards import parse_shard, split
 from harness.views import images as image_views
 from harness.views import terminal
 from harness.views.jsonview import plan_document
@@ -43,18 +50,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Config = Annotated[Path | None, typer.Option("--config", help="matrix.toml; default: the nearest one upwards.")]
-Selectors = Annotated[list[str] | None, typer.Argument(help="Globs on cell ids; `[` and `]` are literal.")]
-Targets = Annotated[list[str] | None, typer.Option("--target", help="Glob on the target, as vllm-0.8.*; repeatable.")]
-Devices = Annotated[list[str] | None, typer.Option("--device", help="cpu or cuda; default: run.device.")]
-Scenarios = Annotated[list[str] | None, typer.Option("--scenario", help="Glob on the scenario; repeatable.")]
-Profile = Annotated[str | None, typer.Option("--profile", help="A profile of matrix.toml; default: run.profile.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Reuse no earlier record.")]
 BackendOption = Annotated[Choice, typer.Option(help="auto: docker, or local where there is no Docker.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Python = Annotated[str | None, typer.Option(help="Of all targets, instead of their own; without Docker only.")]
+ShardOption = Annotated[str | None, typer.Option("--shard", help="2/4: the second of four parts of the cells.")]
 CellArgument = Annotated[str, typer.Argument(help="A cell id, or a glob that selects one cell of the run.")]
 RunOption = Annotated[str | None, typer.Option("--run", help="A run's name or folder; default: the newest.")]
 
+
+compare.register(app)
+judging.register(app)
+validating.register(app)
+app.add_typer(bundle, name="bundle")
 
 # What a user can mend: no room, no right, something else in the place of a folder.
 _TOLD = frozenset(
@@ -108,31 +114,45 @@ def run(
     index_url: Annotated[str | None, typer.Option(help="Package index for the builds.")] = None,
     timeout_multiplier: Annotated[float, typer.Option(min=0.01, max=1000, help="Stretches every deadline.")] = 1.0,
     backend: BackendOption = Choice.AUTO,
+    python: Python = None,
+    shard: ShardOption = None,
     resume: Annotated[str | None, typer.Option(help="Go on with an interrupted run: its name or folder.")] = None,
     config: Config = None,
 ) -> None:
     """Plan, build what is missing, run every cell in its container, judge, print and write the table."""
-    project = load_project(config)
+    project = load_project(config, python)
     options = build_options(project, base, index_url)
     options = replace(options, timeout=options.timeout * timeout_multiplier)
-    selection = _selection(select, target, device, scenario)
+    selection = as_selection(select, target, device, scenario)
     console = terminal.make_console()
     resumed = _run_folder(project, resume) if resume else None
     if resumed is None:
         where = _choose(backend)
-        plan = make_plan(project, selection, profile, fresh, options, where)
+        plan = _part(project, selection, profile, shard, make_plan(project, selection, profile, fresh, options, where))
     else:
-        if selection != Selection() or profile or fresh:
-            raise ConfigurationError("--resume takes its cells from the run", "Leave out selectors and --fresh.")
+        if selection != Selection() or profile or fresh or shard:
+            raise ConfigurationError(
+                "--resume takes its cells from the run", "Leave out selectors, --shard and --fresh."
+            )
         where, plan = _rest(project, resumed, options, backend)
-    tools = replace(open_tools(where, project, options, console), patience=timeout_multiplier)
+    devices = {planned.cell.device for planned in plan if planned.action != "elsewhere"}
+    tools = replace(open_tools(where, project, options, console, devices), patience=timeout_multiplier)
     with tools.stop.on_signals():
         outcome = execute(project, tuple(_stretched(p, timeout_multiplier) for p in plan), tools, resumed)
-        console.print(terminal.report(outcome.matrix))
-        console.print(f"table: {outcome.folder / 'matrix.md'}", highlight=False, soft_wrap=True)
-        console.print(f"       {outcome.folder / 'matrix.json'}", highlight=False, soft_wrap=True)
-        console.print(f"page:  {outcome.folder / 'matrix.html'}", highlight=False, soft_wrap=True)
+        terminal.print_outcome(console, outcome.matrix, outcome.folder)
     raise typer.Exit(outcome.exit_code)
+
+
+def _part(
+    project: Project, selection: Selection, profile: str | None, shard: str | None, plan: tuple[Planned, ...]
+) -> tuple[Planned, ...]:
+    if shard is None:
+        return plan
+    chosen = [cell for cell, _ in choose_cells(project.spec, project.cells, selection, profile)]
+    part = split(plan, chosen, parse_shard(shard))
+    own = sum(planned.action != "elsewhere" for planned in part)
+    typer.echo(f"shard {shard}: {own} of {len(part)} cells; merge the others' runs with `vllm-matrix merge`", err=True)
+    return part
 
 
 def _rest(project: Project, folder: Path, options: BuildOptions, backend: Choice) -> tuple[str, tuple[Planned, ...]]:
@@ -153,12 +173,6 @@ def _stretched(planned: Planned, multiplier: float) -> Planned:
     return replace(planned, cell=planned.cell.stretched(multiplier))
 
 
-def _selection(
-    select: list[str] | None, target: list[str] | None, device: list[str] | None, scenario: list[str] | None
-) -> Selection:
-    return Selection(ids=select or (), targets=target or (), devices=device or (), scenarios=scenario or ())
-
-
 @app.command()
 def plan(
     select: Selectors = None,
@@ -169,12 +183,15 @@ def plan(
     fresh: Fresh = False,
     as_json: AsJson = False,
     backend: BackendOption = Choice.AUTO,
+    python: Python = None,
+    shard: ShardOption = None,
     config: Config = None,
 ) -> None:
     """Print the cells, and why each would run or be reused. Starts nothing."""
-    project = load_project(config)
-    selection, options = _selection(select, target, device, scenario), build_options(project)
+    project = load_project(config, python)
+    selection, options = as_selection(select, target, device, scenario), build_options(project)
     planned = make_plan(project, selection, profile, fresh, options, _choose(backend))
+    planned = _part(project, selection, profile, shard, planned)
     if as_json:
         typer.echo(json.dumps(plan_document(planned, not_runnable(project.spec)), indent=1))
         return
@@ -182,6 +199,20 @@ def plan(
     console.print(terminal.plan_table(planned))
     if idle := not_runnable(project.spec):
         console.print(f"not runnable yet, for want of a lock: {', '.join(idle)}", style="dim")
+
+
+@app.command()
+def merge(
+    runs: Annotated[list[str], typer.Argument(help="Names or folders of runs of one plan, such as its shards.")],
+    config: Config = None,
+) -> None:
+    """Make one run of several: finds cells that are missing, done twice, or at odds; prints and writes the table."""
+    project = load_project(config)
+    outcome, union = merge_runs(project, [_run_folder(project, name) for name in runs])
+    for line in union.lines():
+        typer.echo(line)
+    terminal.print_outcome(terminal.make_console(), outcome.matrix, outcome.folder)
+    raise typer.Exit(outcome.exit_code)
 
 
 @app.command()
@@ -307,12 +338,4 @@ def _square(pattern: str, run: str | None, config: Path | None) -> tuple[Project
 
 
 def _run_folder(project: Project, name: str | None) -> Path:
-    if name is None:
-        runs = runs_of(project.results)
-        if not runs:
-            raise NothingSelectedError(f"there is no run in {project.results}", "Start one: vllm-matrix run")
-        return runs[0]
-    for folder in (project.results / "runs" / name, Path(name)):
-        if (folder / "plan.json").is_file():
-            return folder
-    raise NothingSelectedError(f"no such run: {name}", f"Runs are folders of {project.results / 'runs'}.")
+    return find_run(project.results, name)
