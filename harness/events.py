@@ -141,9 +141,11 @@ _ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator=
 
 
 class Done(_Model):
+    """Numbers that are numbers: what reads like one was not written by the rig."""
+
     schema_version: Annotated[Literal[1], Field(alias="schema")]
-    exit: int
-    checks: int
+    exit: Annotated[int, Field(strict=True)]
+    checks: Annotated[int, Field(strict=True)]
 
 
 def parse_line(line: bytes) -> Event:

@@ -26,7 +26,7 @@ from harness.backends.base import Backend, Launch
 from harness.errors import InfrastructureError
 from harness.events import Finite, LongText, Text, clean, read_untrusted
 from harness.lockfile import public, wanted
-from harness.records import ImageRef, write_atomic
+from harness.records import Count, ImageRef, write_atomic
 from harness.spec import ChangeSpec
 from harness.stop import Stop
 
@@ -224,7 +224,7 @@ class Known(_Model):
 
     schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
     image: ImageRef
-    image_bytes: int
+    image_bytes: Count
     seconds: float  # that it took, container included
     probe: Probe
 

@@ -115,8 +115,8 @@ class Revision(_Model):
 
 class Host(_Model):
     machine: str
-    cpus: int
-    memory: int
+    cpus: Count
+    memory: Count
     engine: str = ""
 
 
@@ -126,7 +126,7 @@ class Record(_Model):
     schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
     run: str
     cell: str
-    attempt: int
+    attempt: Count
     target: str
     vllm: str
     python: str

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from harness.events import Finite, clean, read_untrusted
 from harness.locks import changes_of
 from harness.probes import MAX_PROBE, Capability, Known, Probe
-from harness.records import ImageRef, write_atomic
+from harness.records import Count, ImageRef, write_atomic
 from harness.spec import ChangeSpec, MatrixSpec
 
 __all__ = ["Capability", "Change", "TargetFacts", "declared", "examined", "read_facts", "write_facts"]
@@ -47,7 +47,7 @@ class TargetFacts(_Model):
     distribution: Clean
     installed: dict[Clean, Clean] = {}
     image: ImageRef | None = None
-    image_bytes: int = 0
+    image_bytes: Count = 0
     build_seconds: Finite | None = None
     changes: tuple[Change, ...] = ()
     capabilities: tuple[Capability, ...] = ()

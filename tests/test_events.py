@@ -106,5 +106,8 @@ def test_a_huge_file_is_read_to_its_cap(tmp_path: Path, monkeypatch: pytest.Monk
 def test_done(tmp_path: Path) -> None:
     (tmp_path / "DONE").write_text(json.dumps({"schema": 1, "exit": 0, "checks": 3}))
     assert ev.read_done(tmp_path) == ev.Done(schema=1, exit=0, checks=3)
+    for other in ({"exit": "0"}, {"checks": 3.0}, {"exit": True}):
+        (tmp_path / "DONE").write_text(json.dumps({"schema": 1, "exit": 0, "checks": 3, **other}))
+        assert ev.read_done(tmp_path) is None
     (tmp_path / "DONE").write_text("{}")
     assert ev.read_done(tmp_path) is None
