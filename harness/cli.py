@@ -20,7 +20,7 @@ from rich.markup import escape
 from harness import __version__, inventory, models
 from harness.bundles.cli import app as bundle
 from harness.cells import Selection, matches
-from harness.commands import compare, judging, validating
+from harness.commands import compare, drifting, judging, validating
 from harness.errors import ConfigurationError, InfrastructureError, MatrixError, NothingSelectedError
 from harness.events import clean
 from harness.images import BuildOptions
@@ -58,6 +58,7 @@ RunOption = Annotated[str | None, typer.Option("--run", help="A run's name or fo
 
 
 compare.register(app)
+drifting.register(app)
 judging.register(app)
 validating.register(app)
 app.add_typer(bundle, name="bundle")
