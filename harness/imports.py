@@ -53,7 +53,8 @@ class Imported:
             return [*map(str, self.refused), taken]
         where = f"run {self.outcome.folder.name}"
         what = f"{taken} into {where}" if self.changed else f"{taken}; {where} has all of it already"
-        return [*map(str, self.refused), *self.union.lines(), what]
+        said = self.union.lines() if self.changed else self.union.doubled  # of what was there already: its own table
+        return [*map(str, self.refused), *said, what]
 
 
 def import_packs(project: Project, paths: Sequence[Path], into: Path | None = None) -> Imported:
@@ -143,12 +144,14 @@ def _run(packs: Sequence[Pack], folder: Path) -> Part:
 
 def _there_already(project: Project, parts: Sequence[Part]) -> Outcome | None:
     """The newest run that has every record of these."""
-    wanted = {_identity(record) for part in parts for record in part.records.values()}
+    wanted = [_identity(record) for part in parts for record in part.records.values()]
     for folder in runs_of(project.results):
-        if wanted <= {_identity(record) for record in records_of(folder).values()}:
+        known = {name: _identity(record) for name, record in records_of(folder).items()}
+        if all(known.get(record.cell) == record for record in wanted):
             return Outcome(folder=folder, matrix=load_matrix(project, folder))
     return None
 
 
-def _identity(record: Record) -> tuple[str, str, str]:
-    return record.cell, record.digest, record.started.isoformat()
+def _identity(record: Record) -> Record:
+    """All that it says but in which run it stands: one that says something else of the same attempt is not there."""
+    return record.model_copy(update={"run": "", "reused_from": None})

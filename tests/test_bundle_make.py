@@ -289,9 +289,19 @@ def test_what_an_earlier_bundle_brought_stays_until_it_is_pruned(home: Home) -> 
     one = home.made("--target", "vllm-0.8.5")
     there = {path.name for path in (home.carry / PARTS).iterdir()}
     assert set(both.parts) <= there
+    (home.carry / PARTS / "mine.txt").write_text("no part")
     home.made("--target", "vllm-0.8.5", "--prune")
-    assert {path.name for path in (home.carry / PARTS).iterdir()} == set(one.parts)
+    assert {path.name for path in (home.carry / PARTS).iterdir()} == {*one.parts, "mine.txt"}
     assert "removed" in "\n".join(home.said)
+
+
+def test_one_whose_index_was_damaged_is_made_again(home: Home) -> None:
+    whole = home.made("--target", "vllm-0.8.5")
+    (home.carry / "bundle.json").write_text("{}")
+    (home.carry / "work").mkdir()
+    assert home.made("--target", "vllm-0.8.5").parts == whole.parts
+    (home.carry / "bundle.json").unlink()
+    assert home.made("--target", "vllm-0.8.5").parts == whole.parts
 
 
 def test_smaller_parts_are_cut_anew_and_a_missing_one_is_made_again(

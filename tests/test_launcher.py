@@ -140,6 +140,7 @@ def test_it_is_written_for_the_oldest_python_and_imports_nothing_of_others() -> 
 
 
 def test_verify_names_what_is_missing_or_damaged(launch: Launch, home: Home, bundle: Index) -> None:  # noqa: F811
+    assert launch("verify", "this")[0] == 2
     code, said = launch("verify")
     assert (code, said) == (0, "vllm-0.8.5@cpu: whole\n")
     first, second = list(bundle.parts)[:2]

@@ -155,6 +155,23 @@ def test_a_run_comes_home(project: Project, node: Path, outbox: Path) -> None:  
     assert files_of(project.results) == before
 
 
+def test_what_says_something_else_of_the_same_attempt_is_not_there_already(
+    project: Project,  # noqa: F811
+    node: Path,
+    outbox: Path,
+) -> None:
+    pack_new(node, outbox)
+    first = import_packs(project, [outbox]).outcome
+    assert first is not None
+    path = min(first.folder.glob("cells/*/attempt-1/record.json"))
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({**said, "properties": {"engine.core": "V9"}}))
+    again = import_packs(project, [outbox])
+    assert again.changed
+    assert again.outcome is not None
+    assert again.outcome.folder != first.folder
+
+
 def test_as_they_come(project: Project, node: Path, outbox: Path) -> None:  # noqa: F811
     """The node vanished after two cells; the others come later, into the same run."""
     first = sorted(pack_new(node, outbox))[:2]

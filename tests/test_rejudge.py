@@ -155,7 +155,11 @@ def test_expect_shows_checks_and_writes(project: Project) -> None:
     assert '+match = { reason = "signal: SIGKILL" }' in said
     assert said.endswith("2 cells seen: 0 entries as they were, 1 new\n")
     assert called(project, "expect", "--check")[0] == 1
-    assert called(project, "expect", "--write", "--from", outcome.folder.name)[0] == 0
+    elsewhere = path.rename(project.root / "ours.toml")
+    path.symlink_to(elsewhere)
+    code, said = called(project, "expect", "--write", "--from", outcome.folder.name)
+    assert (code, path.is_symlink()) == (0, True)
+    assert said.endswith("expectations.toml: written\n")
     assert path.read_text().startswith("# Ours.\nschema = 1\n\n[[expect]]\n")
     assert called(project, "judge")[0] == 0
     assert called(project, "expect", "--check") == (0, "2 cells seen: 1 entry as they were, 0 new\n")

@@ -38,7 +38,7 @@ CONFIGURATION, INFRASTRUCTURE = 2, 5
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!@-]{0,254}")
 _WHEEL = re.compile(r"([A-Za-z0-9._]+)-([A-Za-z0-9._+!]+)(-\d[^-]*)?-[^-]+-[^-]+-[^-]+\.whl")
-_START = "from harness.cli import main; main()"
+_START = "import sys; sys.argv[0] = 'vllm-matrix'; from harness.cli import main; main()"
 
 
 class BundleError(Exception):
@@ -133,8 +133,10 @@ def assemble(index: dict[str, Any], sha256: str, target: Path) -> None:
         raise broken(f"the parts of {content['name']} do not make it")
 
 
-def verify(index: dict[str, Any]) -> int:
-    """Look at every part, say what is wrong, and what of it each target needs."""
+def verify(index: dict[str, Any], words: list[str]) -> int:
+    """Look at every part, say what is wrong, and what of it each target needs; there are no further words."""
+    if words:
+        raise BundleError("verify looks at all parts", "Pass nothing after it.", CONFIGURATION)
     common = [*index["launch"], index["project"]]
     faults = {
         part: what for part, what in ((part, lack(part, index["parts"][part])) for part in index["parts"]) if what
@@ -341,8 +343,8 @@ def main() -> NoReturn:
         sys.exit(0)
     try:
         index = read_index()
-        if arguments == ["verify"]:
-            sys.exit(verify(index))
+        if arguments[:1] == ["verify"]:
+            sys.exit(verify(index, arguments[1:]))
         start(index, arguments)
     except BundleError as error:
         print(f"error: {error}", file=sys.stderr)

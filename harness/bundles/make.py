@@ -6,7 +6,9 @@ carried, and those. bundle.json comes last; what was there before it stays until
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +49,7 @@ Say = Callable[[str], None]
 WHOLE = 1 << 49  # bytes: no file is cut
 SMALLEST = 1 << 20  # bytes of a part: an index can name a million
 BATCH = 8  # files that are fetched at once, while those before them are packed: pip takes a second to start
-RUN = "run"
+RUN, WORK = "run", "work"
 
 _Item = TypeVar("_Item")
 _Got = TypeVar("_Got")
@@ -122,10 +124,15 @@ def make_bundle(project: Project, request: Request, options: BuildOptions, say: 
 
 
 def _old_index(folder: Path) -> Index | None:
-    """Of the bundle that is there. Raises ConfigurationError for a folder that holds something else."""
+    """Of the bundle that is there; None for a damaged one: its parts are known by their names, and are kept if whole.
+
+    Raises ConfigurationError for a folder that holds something else.
+    """
     if (folder / FILE).exists():
-        return read_index(folder)
-    if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {PARTS, RUN}):
+        with contextlib.suppress(ConfigurationError):
+            return read_index(folder)
+        return None
+    if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {PARTS, RUN, WORK}):
         raise ConfigurationError(f"--to {folder} holds something that is no bundle", "Name an empty or a new folder.")
     return None
 
@@ -261,7 +268,8 @@ def _finished(request: Request, index: Index) -> Made:
     shutil.copyfile(launcher.__file__, request.to / RUN)
     (request.to / RUN).chmod(0o755)
     write_index(request.to, index)
-    strays = [path for path in (request.to / PARTS).iterdir() if path.name not in index.parts] if request.prune else []
+    parts = [path for path in (request.to / PARTS).iterdir() if re.fullmatch(r"[0-9a-f]{64}", path.name)]
+    strays = [path for path in parts if path.name not in index.parts] if request.prune else []
     for path in strays:
         path.unlink()
     return Made(index=index, removed=len(strays))

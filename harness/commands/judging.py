@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from harness.errors import NothingSelectedError
 from harness.events import clean
 from harness.expectfile import edited
 from harness.expecting import Proposal, propose, sightings
@@ -76,6 +77,10 @@ def expect(
     project = load_project(config)
     names = [*(runs or ()), *(more or ())]
     records = _newest([find_run(project.results, name) for name in names or [None]])
+    if not records:
+        raise NothingSelectedError(
+            "there is no record to expect anything from", "Name runs whose cells came to an end."
+        )
     seen = sightings(project.cells, records)
     proposal = propose(seen, project.expectations, project.cells, datetime.now(UTC).date())
     path = project.root / project.spec.expectations
@@ -85,7 +90,9 @@ def expect(
     for line in _report(project, proposal, records):
         typer.echo(clean(line))
     if write and new != old:
-        write_atomic(path, new)
+        whole = path.resolve()  # a link stays one
+        write_atomic(whole, new)
+        typer.echo(f"{path.name}: written")
     raise typer.Exit(1 if check and new != old else 0)
 
 
