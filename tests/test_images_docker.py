@@ -73,7 +73,8 @@ def distributions() -> dict[str, str]:
     """What matrix.toml says is installed, by target."""
     with (DOCKER.parent / "matrix.toml").open("rb") as file:
         targets = tomllib.load(file)["targets"]
-    return {name: target["devices"]["cpu"]["distribution"] for name, target in targets.items() if "devices" in target}
+    devices = {name: target["devices"] for name, target in targets.items() if "cpu" in target.get("devices", {})}
+    return {name: each["cpu"]["distribution"] for name, each in devices.items()}
 
 
 @cache
