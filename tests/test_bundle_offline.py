@@ -107,8 +107,10 @@ def again(name: str, folder: Path) -> Kept:
     path = folder / f"{stem}-{tags[-1]}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for file in found.files or ():
-            if file.name in ("INSTALLER", "REQUESTED", "direct_url.json") or file.suffix == ".pyc":
+            if file.name in ("INSTALLER", "REQUESTED", "direct_url.json") or file.suffix in (".pyc", ".virtualenv"):
                 continue
+            if not Path(str(file.locate())).is_file():
+                continue  # virtualenv lists folders of its pip
             script = str(file).startswith("../")
             if script and name != "uv":
                 continue  # is made of the entry points

@@ -167,7 +167,8 @@ def load(client: DockerClient, bundle: Path, index: Index, image: Image, say: Sa
 def _load(client: DockerClient, tag: str, archive: Iterator[bytes]) -> list[str]:
     """The IDs of what came of it, as the engine says."""
     try:
-        return [str(image.id) for image in client.images.load(archive)]  # type: ignore[arg-type]  # is sent as it comes
+        sent: Any = archive  # as it comes, whatever a stub of the SDK says of its type
+        return [str(image.id) for image in client.images.load(sent)]
     except (DockerException, requests.RequestException) as error:
         raise BuildError(f"Docker does not load {tag}: {clean(str(error))[:500]}", "See its log.") from error
 
