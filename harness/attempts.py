@@ -79,6 +79,7 @@ class Attempts:
             image=self.images[planned.cell.target, planned.cell.device],
             reference=find_reference(self.context, planned.cell),
             gpus=gpus,
+            leased=lambda: lease.intact,
         )
         return run_attempt(job, self.context, self.backend, lambda live: self.progress.update(name, live), self.stop)
 

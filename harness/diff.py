@@ -210,7 +210,7 @@ def _worse(now: Status | None, was: Status | None) -> bool:
 
 
 # Which devices a cell got, and what it left on them, is another thing in every run.
-_OF_A_RUN = frozenset({"gpu.uuids", "leftover.gpu"})
+_OF_A_RUN = frozenset({"gpu.uuids", "leftover.gpu", "lease.lost"})
 
 
 def _property_changes(both: _Both) -> Iterator[PropertyChange]:

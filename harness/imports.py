@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import ConfigurationError, NothingSelectedError
@@ -13,8 +13,10 @@ from harness.merge import Part, Union, unite
 from harness.merged import add, new, part_of, scratch
 from harness.packs import SUFFIX, Pack, RefusedError, unpack
 from harness.project import Project
-from harness.records import Record, records_of, runs_of
+from harness.records import Record, records_of, runs_of, write_record
+from harness.rejudge import judged_again
 from harness.run import Outcome, load_matrix
+from harness.status import Status
 from harness.targets import FOLDER
 from harness.views.text import many
 
@@ -33,10 +35,12 @@ class Refused:
 @dataclass(frozen=True, kw_only=True)
 class Imported:
     """What came of it. `outcome`: the run that has the packs' records now, None where all packs were refused; `union`:
-    what they came to; `changed`: False where all of it was there already."""
+    what they came to; `changed`: False where all of it was there already; `corrected`: a line for each record that its
+    own evidence did not bear out."""
 
     packs: int
     refused: tuple[Refused, ...]
+    corrected: tuple[str, ...] = ()
     outcome: Outcome | None = None
     union: Union | None = None
     changed: bool = False
@@ -50,11 +54,11 @@ class Imported:
         """What there is to say before the table."""
         taken = f"{self.packs - len(self.refused)} of {many(self.packs, 'pack')} taken"
         if self.outcome is None or self.union is None:
-            return [*map(str, self.refused), taken]
+            return [*map(str, self.refused), *self.corrected, taken]
         where = f"run {self.outcome.folder.name}"
         what = f"{taken} into {where}" if self.changed else f"{taken}; {where} has all of it already"
         said = self.union.lines() if self.changed else self.union.doubled  # of what was there already: its own table
-        return [*map(str, self.refused), *said, what]
+        return [*map(str, self.refused), *self.corrected, *said, what]
 
 
 def import_packs(project: Project, paths: Sequence[Path], into: Path | None = None) -> Imported:
@@ -66,8 +70,10 @@ def import_packs(project: Project, paths: Sequence[Path], into: Path | None = No
     files = _files(paths)
     with scratch(project) as room:
         packs, refused = _unpacked(files, room / "packs")
+        corrected = _borne_out(packs, refused)
         parts = [_run(some, room / "runs" / str(number)) for number, some in enumerate(_by_run(packs, refused))]
-        done = Imported(packs=len(files), refused=tuple(refused[path] for path in files if path in refused))
+        told = tuple(refused[path] for path in files if path in refused)
+        done = Imported(packs=len(files), refused=told, corrected=corrected)
         if not parts:
             return done
         if into is not None:
@@ -76,7 +82,7 @@ def import_packs(project: Project, paths: Sequence[Path], into: Path | None = No
             union = unite(parts)
             there = _there_already(project, parts)
             outcome, changed = (there, False) if there else (new(project, parts, union, room), True)
-    return Imported(packs=done.packs, refused=done.refused, outcome=outcome, union=union, changed=changed)
+    return replace(done, outcome=outcome, union=union, changed=changed)
 
 
 def _files(paths: Iterable[Path]) -> tuple[Path, ...]:
@@ -102,6 +108,28 @@ def _unpacked(files: Sequence[Path], room: Path) -> tuple[dict[Path, Pack], dict
         except RefusedError as error:
             refused[path] = Refused(path=path, reason=str(error))
     return packs, refused
+
+
+def _borne_out(packs: dict[Path, Pack], refused: dict[Path, Refused]) -> tuple[str, ...]:
+    """Judge each attempt again by what its cell left: that counts, whatever the record says. A PASS that nothing bears
+    out is refused; what else has lost its evidence stands."""
+    told = []
+    for path, pack in [*packs.items()]:
+        again = judged_again(pack.record, pack.attempt)
+        if again.kept and pack.record.status is Status.PASS:
+            refused[path] = Refused(path=path, reason=f"its record says PASS, and {again.kept}")
+            del packs[path]
+        elif _ends(again.new) != _ends(pack.record):
+            write_record(pack.attempt, again.new)
+            packs[path] = replace(pack, record=again.new)
+            told.append(
+                f"{again.new.cell}: {again.new.status} by what its cell left; its record said {again.old.status}"
+            )
+    return tuple(told)
+
+
+def _ends(record: Record) -> tuple[Status, dict[str, Status]]:
+    return record.status, {check.id: check.status for check in record.checks}
 
 
 def _by_run(packs: dict[Path, Pack], refused: dict[Path, Refused]) -> Iterator[list[Pack]]:

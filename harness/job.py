@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Job:
     image: ImageRef
     reference: Path | None
     gpus: OnGpus = NO_GPUS
+    leased: Callable[[], bool] = lambda: True  # whether its lease still is where other harnesses look for it
 
     @property
     def cell(self) -> Cell:
@@ -86,10 +87,14 @@ def launch(
 
 
 def findings(job: Job, record: Record) -> Record:
-    """The record with what its GPUs were, and what memory of theirs did not come back. Waits for the latter."""
-    if not job.gpus.uuids:
+    """The record with what its GPUs were, what memory of theirs did not come back (it waits for that), and whether it
+    had to itself what it leased."""
+    found = job.gpus.findings() if job.gpus.uuids else {}
+    if not job.leased():
+        found["lease.lost"] = "lock files were removed while it ran: others may have had the same CPUs or GPUs"
+    if not found:
         return record
-    properties = {**record.properties, **job.gpus.findings()}
+    properties = {**record.properties, **found}
     return record.model_copy(update={"properties": properties, "axes": {**record.axes, **job.gpus.axes}})
 
 

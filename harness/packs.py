@@ -97,7 +97,9 @@ def _name(run: Path, attempt: Path) -> str:
 
 def _write(run: Path, attempt: Path, record: Record, stream: io.BufferedIOBase) -> None:
     first = [run / "plan.json", run / FOLDER / f"{record.target}@{record.device}.json", attempt / "record.json"]
-    rest = sorted(path for path in _evidence(attempt) if path not in first)
+    # What a record is judged by goes before the rest, of which there may be more than fits
+    rest = sorted(_evidence(attempt), key=lambda path: (not path.name.startswith(("events", "DONE")), path))
+    rest = [path for path in rest if path not in first]
     left = MAX_UNPACKED
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT) as archive:
         for path in [*first, *rest][:MAX_MEMBERS]:

@@ -32,11 +32,12 @@ def rejudge(run: Path) -> tuple[Rejudged, ...]:
     for path in sorted(run.glob("cells/*/attempt-*/record.json")):
         record = read_record(path)
         if record is not None and is_at_home(record, path):
-            found.append(_again(record, path.parent))
+            found.append(judged_again(record, path.parent))
     return tuple(found)
 
 
-def _again(record: Record, folder: Path) -> Rejudged:
+def judged_again(record: Record, folder: Path) -> Rejudged:
+    """One record, from the evidence in the folder of its attempt."""
     evidence = _evidence(record, folder / "out")
     if isinstance(evidence, str):
         return Rejudged(folder=folder, old=record, new=record, kept=evidence)

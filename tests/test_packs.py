@@ -25,6 +25,7 @@ from harness.run import Outcome
 from harness.share import VARIABLE
 from harness.status import NOTRUN, Status
 from tests import scripted
+from tests.conftest import error
 from tests.scripted import RefusingBackend, ScriptedBackend
 from tests.test_merge import evidence, fails, said
 from tests.test_run import go, go_with, make_project, project  # noqa: F401 - a fixture
@@ -557,6 +558,50 @@ def test_the_same_attempt_told_in_two_ways(project: Project, good: tuple[Path, d
     (outbox / "z.tar.zst").write_bytes(packed(other))
     done = import_packs(project, [outbox])
     assert [(r.path.name, "the same attempt otherwise" in r.reason) for r in done.refused] == [("z.tar.zst", True)]
+
+
+def test_what_a_cell_left_counts_whatever_its_record_says(
+    project: Project,  # noqa: F811
+    good: tuple[Path, dict[str, bytes]],
+) -> None:
+    """A PASS over a check that raised is the FAIL that it was."""
+    path, files = good
+    events = next(name for name in files if name.endswith("out/events.jsonl"))
+    lines = [json.loads(line) for line in files[events].splitlines()]
+    ends = [line for line in lines if line["type"] == "end"]
+    ends[0] |= {"outcome": "raised", "error": error("OracleError", reason="ids-differ"), "reason": "ids-differ"}
+    done = next(name for name in files if name.endswith("out/DONE"))
+    failed = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    path.write_bytes(packed({**files, events: failed, done: files[done].replace(b'"exit": 0', b'"exit": 1')}))
+    outcome = import_packs(project, [path])
+    cell = json.loads(files[next(name for name in files if name.endswith("record.json"))])["cell"]
+    assert outcome.corrected == (f"{cell}: FAIL by what its cell left; its record said PASS",)
+    assert outcome.outcome is not None
+    (record,) = records_of(outcome.outcome.folder).values()
+    assert (record.status, record.checks[0].id) == (Status.FAIL, ends[0]["check"])
+    again = import_packs(project, [path])
+    assert (again.changed, again.corrected) == (False, outcome.corrected)
+
+
+def test_a_pass_without_its_evidence_is_refused(project: Project, good: tuple[Path, dict[str, bytes]]) -> None:  # noqa: F811
+    path, files = good
+    for gone in ("out/DONE", "out/events.jsonl"):
+        path.write_bytes(packed({name: data for name, data in files.items() if not name.endswith(gone)}))
+        done = import_packs(project, [path])
+        assert (done.exit_code, done.outcome) == (2, None)
+        assert done.refused[0].reason.startswith("its record says PASS, and its ")
+
+
+def test_what_judges_a_record_is_packed_before_what_may_not_fit(
+    node: Path, outbox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = min(node.glob("cells/*/attempt-1"))
+    for number in range(30):
+        (attempt / "out" / f"A{number}").write_bytes(b"x")
+    monkeypatch.setattr(packs, "MAX_MEMBERS", 6)
+    (tmp_path / "in").mkdir()
+    done = unpack(pack(node, attempt, outbox), tmp_path / "in")
+    assert {"DONE", "events.jsonl"} <= {path.name for path in (done.attempt / "out").iterdir()}
 
 
 def test_nothing_is_left_where_all_are_refused(project: Project, tmp_path: Path) -> None:  # noqa: F811

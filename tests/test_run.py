@@ -324,6 +324,19 @@ def test_a_miss_is_tried_again_and_shows_that_it_was(project: Project) -> None:
     assert len(list(outcome.folder.glob("cells/*/attempt-*/record.json"))) == 2
 
 
+def test_a_lease_whose_files_were_removed_meanwhile_is_told(project: Project, leases_of_its_own: Path) -> None:
+    def removes(launch: Launch, stopped: threading.Event) -> ExitState:
+        for path in leases_of_its_own.iterdir():
+            path.unlink()
+        return scripted.passes(launch, stopped)
+
+    only = Selection(targets=["vllm-0.8.5"], scenarios=["cold_start"])
+    for script, told in ((scripted.passes, False), (removes, True)):
+        (square,) = go(project, ScriptedBackend(script), select=only, fresh=True).matrix.squares
+        assert square.record is not None
+        assert (square.status, "lease.lost" in square.record.properties) == (Status.PASS, told)
+
+
 def test_a_miss_that_stays_is_infrastructure_and_never_red(project: Project) -> None:
     outcome = go(project, RefusingBackend(99), select=Selection(targets=["vllm-0.8.5"], scenarios=["cold_start"]))
     (square,) = outcome.matrix.squares

@@ -96,12 +96,16 @@ def _more(count: int, noun: str, indent: str) -> list[Text]:
 def markdown(diff: Diff) -> str:
     """All of it. Text from containers cannot break out of its line."""
     lines = [f"# {escape(diff.older)} → {escape(diff.newer)}", "", f"{escape(summary(diff))}."]
-    for section in sections(diff):
-        lines += ["", f"## {section.title[0].upper()}{section.title[1:]}", ""]
+    return "\n".join([*lines, *listed(sections(diff), "##")]) + "\n"
+
+
+def listed(found: Iterable[Section], heading: str) -> Iterator[str]:
+    """Sections as lines of Markdown, each under a heading of this level."""
+    for section in found:
+        yield from ("", f"{heading} {section.title[0].upper()}{section.title[1:]}", "")
         for line in section.lines:
-            lines.append(f"- {escape(line.text)}")
-            lines += [f"  - {escape(cell)}" for cell in line.cells]
-    return "\n".join(lines) + "\n"
+            yield f"- {escape(line.text)}"
+            yield from (f"  - {escape(cell)}" for cell in line.cells)
 
 
 def difference(one: Difference) -> str:

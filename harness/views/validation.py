@@ -103,10 +103,7 @@ def markdown(one: Validation) -> str:
         lines += [f"| {' | '.join(map(escape, _row(pair)))} |" for pair in one.pairs]
     if one.moved:
         lines += ["", "### Also changed in the lock", "", *(f"- {escape(line)}" for line in one.moved)]
-    for section in _sections(one.diff):
-        lines += ["", f"### {section.title[0].upper()}{section.title[1:]}", ""]
-        for line in section.lines:
-            lines += [f"- {escape(line.text)}", *(f"  - {escape(cell)}" for cell in line.cells)]
+    lines += diff_view.listed(_sections(one.diff), "###")
     return "\n".join([*lines, "", *(f"- {escape(line)}" for line in facts(one))]) + "\n"
 
 
